@@ -49,7 +49,7 @@ def run(size: Size, tell: Tell) -> Result:
     for name, one in steps.items():
         rows += _rows(name, one, devices[name], published[name], size.methods)
         tell(f"{name}: simulated")
-    return Result(title=TITLE, columns=COLUMNS, rows=rows, checks=list(_checks(rows)), notes=(NOTE, *_spreads(rows)))
+    return Result(title=TITLE, columns=COLUMNS, rows=rows, notes=(NOTE, *_spreads(rows)))
 
 
 def _rows(name: str, steps: Steps, device: Device, there: Experiment, methods: Sequence[str]) -> Iterator[Row]:
@@ -79,9 +79,9 @@ def _spreads(rows: Sequence[Row]) -> Iterator[str]:
             yield f"{method or 'All'}: median {median(ratios):.2f}, 80 % of further ones {low:.2f} to {high:.2f}."
 
 
-def _checks(rows: Sequence[Row]) -> Iterator[Check]:
+def judge(result: Result) -> Iterator[Check]:
     """Each row by the spread of the other models."""
-    judged = [row for row in rows if row["ratio"]]
+    judged = [row for row in result.rows if row["ratio"]]
     outside = 0
     for row in judged:
         others = [one["ratio"] for one in judged if one["model"] != row["model"]]
@@ -107,6 +107,7 @@ NOTE: Final = "Copies by the data sheet: 12 GB/s. Nothing is fitted to any metho
 BENCHMARK: Final = Benchmark(
     name="costs_methods",
     run=run,
+    judge=judge,
     full=Size(),
     quick=Size(
         options={

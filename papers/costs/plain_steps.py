@@ -73,7 +73,7 @@ def result_of(models: Mapping[str, Sequence[Point]], single: Efficiency) -> Resu
         f"ones {by.shares[OpKind.BATCHED].half:.3f}; the host takes {1e6 * host:.1f} us an op.",
         *(_told(name, device) for name, device in devices.items()),
     ]
-    return Result(title=TITLE, columns=COLUMNS, rows=rows, checks=list(_checks(rows)), notes=notes)
+    return Result(title=TITLE, columns=COLUMNS, rows=rows, notes=notes)
 
 
 def _told(name: str, device: Device) -> str:
@@ -82,7 +82,9 @@ def _told(name: str, device: Device) -> str:
     return f"{name} left out: {half[0]:.3f}, {half[1]:.3f}, {1e6 * device.host_seconds:.1f} us."
 
 
-def _checks(rows: Sequence[Row]) -> Iterator[Check]:
+def judge(result: Result) -> Iterator[Check]:
+    """Throughput at the largest batch, peaks, and how many steps lie in the interval that the other models give."""
+    rows = result.rows
     names = list(dict.fromkeys(row["model"] for row in rows))
     largest = {name: max(_of(rows, name), key=lambda row: row["batch"]) for name in names}
     apart = {name: abs(1 / row["ratio"] - 1) for name, row in largest.items()}
@@ -130,6 +132,7 @@ NOTE: Final = (
 BENCHMARK: Final = Benchmark(
     name="costs_plain",
     run=run,
+    judge=judge,
     full=Size(options={name: {} for name in BUILDS}),
     quick=Size(
         options={
