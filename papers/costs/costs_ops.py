@@ -42,7 +42,8 @@ def result_of(left: Sequence[LeftOut]) -> Result:
     return Result(title=TITLE, columns=COLUMNS, rows=rows, notes=NOTES)
 
 
-def _checks(result: Result) -> Iterator[Check]:
+def judge(result: Result) -> Iterator[Check]:
+    """Of every log, single ops and their sum."""
     for row in result.rows:
         yield Check(
             what=f"{row['log']}: single ops, median error", measured=round(row["error"], 4), at_most=0.25
@@ -66,6 +67,4 @@ NOTES: Final = (
     "(`log_ops.ASSUMED`). Every op's launch has about 25 us in it, which the logs' clock waits for.",
 )
 
-BENCHMARK: Final = Benchmark(
-    name="costs_ops", run=run, judge=_checks, full=Size(), quick=Size(logs=("unet", "resnet32"))
-)
+BENCHMARK: Final = Benchmark(name="costs_ops", run=run, judge=judge, full=Size(), quick=Size(logs=("unet", "resnet32")))

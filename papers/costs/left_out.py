@@ -30,6 +30,8 @@ HALF: Final = 0.5
 """Of tensor cores, likewise."""
 DOUBTS: Final = numpy.array([0.25, 0.25, 1.0])
 """Standard deviations of logarithms: shares of tensor cores, and the host's seconds."""
+ERROR: Final = 0.15
+"""Standard deviation of the logarithm of a step's seconds, about what single ops of DTR's logs leave of a step's."""
 SIZES: Final = 8
 """Batch sizes of a model that are compared, from the smallest to the largest."""
 PRODUCTS: Final = (OpKind.MATMUL, OpKind.CONVOLUTION, OpKind.CONVOLUTION_BACKWARD, OpKind.STRIDED)
@@ -89,7 +91,7 @@ def fit_steps(models: Sequence[Sequence[Point]], by: Efficiency) -> tuple[Effici
         product, batched, host = numpy.exp(numbers).tolist()
         tried = with_half(by, product, batched)
         apart = [
-            math.log(point.seconds(tried, host) / point.measured) * math.sqrt(SIZES / len(points))
+            math.log(point.seconds(tried, host) / point.measured) / ERROR * math.sqrt(SIZES / len(points))
             for points in models for point in points
         ]  # fmt: skip
         return numpy.array(apart), (numbers - start) / DOUBTS

@@ -79,7 +79,7 @@ def _spreads(rows: Sequence[Row]) -> Iterator[str]:
             yield f"{method or 'All'}: median {median(ratios):.2f}, 80 % of further ones {low:.2f} to {high:.2f}."
 
 
-def _checks(result: Result) -> Iterator[Check]:
+def judge(result: Result) -> Iterator[Check]:
     """Each row by the spread of the other models."""
     judged = [row for row in result.rows if row["ratio"]]
     outside = 0
@@ -107,7 +107,7 @@ NOTE: Final = "Copies by the data sheet: 12 GB/s. Nothing is fitted to any metho
 BENCHMARK: Final = Benchmark(
     name="costs_methods",
     run=run,
-    judge=_checks,
+    judge=judge,
     full=Size(),
     quick=Size(
         options={

@@ -82,7 +82,8 @@ def _told(name: str, device: Device) -> str:
     return f"{name} left out: {half[0]:.3f}, {half[1]:.3f}, {1e6 * device.host_seconds:.1f} us."
 
 
-def _checks(result: Result) -> Iterator[Check]:
+def judge(result: Result) -> Iterator[Check]:
+    """Throughput at the largest batch, peaks, and how many steps lie in the interval that the other models give."""
     rows = result.rows
     names = list(dict.fromkeys(row["model"] for row in rows))
     largest = {name: max(_of(rows, name), key=lambda row: row["batch"]) for name in names}
@@ -131,7 +132,7 @@ NOTE: Final = (
 BENCHMARK: Final = Benchmark(
     name="costs_plain",
     run=run,
-    judge=_checks,
+    judge=judge,
     full=Size(options={name: {} for name in BUILDS}),
     quick=Size(
         options={

@@ -9,16 +9,16 @@ import pytest
 from benchmarks.record import Result
 from papers.costs import costs_ops, method_extras, plain_steps
 from papers.costs.log_ops import LOGS, Log
-from spillway.costs import OpKind
+from spillway.costs import PUBLISHED, OpKind
 from spillway.costs.fitting import LeftOut
 from tests.cpu.benchmarks_quick import quick
 from tests.shared import shared
 
-FORETOLD = LeftOut(name="log", seconds=1.0, foretold=1.02, error=0.1, ratios=(1.0, 1.0))
+FORETOLD = LeftOut(name="log", by=PUBLISHED, seconds=1.0, foretold=1.02, error=0.1, ratios=(1.0, 1.0))
 
 
-def of(rows: list[dict[str, object]]) -> Result:
-    return Result(title="t", columns=(), rows=rows)
+def result(rows: list[dict[str, object]]) -> Result:
+    return Result(title="", columns=(), rows=rows)
 
 
 def plain(model: str, ratio: float = 1.0, batch: int = 8, peak: float = 1.0) -> dict[str, object]:
@@ -46,15 +46,15 @@ def test_most_convolutions_of_a_log_have_a_window(name: str) -> None:
 
 def test_a_log_is_foretold_by_another() -> None:
     shared("data/dtr/logs.zip")
-    result = quick("costs_ops")
-    assert [row["log"] for row in result.rows] == ["unet", "resnet32"]
-    assert all(row["error"] < 0.5 for row in result.rows)
+    found = quick("costs_ops")
+    assert [row["log"] for row in found.rows] == ["unet", "resnet32"]
+    assert all(row["error"] < 0.5 for row in found.rows)
 
 
 @pytest.mark.parametrize(("planted", "missed"), [({}, 0), ({"error": 0.3}, 1), ({"foretold": 1.2}, 1)])
 def test_a_bad_fit_to_logs_is_told(planted: dict[str, float], missed: int) -> None:
-    result = costs_ops.result_of([replace(FORETOLD, **planted)])  # type: ignore[arg-type]
-    assert sum(not check.met for check in costs_ops._checks(result)) == missed
+    found = costs_ops.result_of([replace(FORETOLD, **planted)])  # type: ignore[arg-type]
+    assert sum(not check.met for check in costs_ops.judge(found)) == missed
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_a_bad_fit_to_logs_is_told(planted: dict[str, float], missed: int) -> No
     ],
 )
 def test_a_step_that_is_foretold_badly_is_told(rows: list[dict[str, object]], missed: int) -> None:
-    checks = list(plain_steps._checks(of(rows)))
+    checks = list(plain_steps.judge(result(rows)))
     assert sum(not check.met for check in checks) == missed, [check.sentence() for check in checks]
 
 
@@ -76,17 +76,17 @@ def test_extras_outside_of_their_interval_are_told() -> None:
         return {"model": model, "method": "checkpoint", "ratio": ratio}
 
     wide = [row("a", 1.1), row("b", 0.9), row("c", 1.05), row("d", 5.0)]
-    assert [check.met for check in method_extras._checks(of(wide))] == [True, True]
-    narrow = [row("a", 3.0), row("b", 1.01), row("c", 0.99), row("d", 1.0), row("e", 0.3)]
-    assert not all(check.met for check in method_extras._checks(of([*narrow, *narrow[:1], *narrow[-1:]])))
+    assert [check.met for check in method_extras.judge(result(wide))] == [True, True]
+    narrow = [row("a", 3.0), row("a", 3.1), row("b", 1.01), row("c", 0.99), row("d", 1.0)]
+    assert [check.met for check in method_extras.judge(result(narrow))] == [False, True]
 
 
 @pytest.mark.parametrize("name", ["costs_plain", "costs_methods"])
 def test_small_models_are_foretold_by_others(name: str) -> None:
     shared("data/dtr/logs.zip")
     shared("data/papaya/measurements_v100.csv")
-    result = quick(name)
-    assert {row["model"] for row in result.rows} == {"ResNet-50", "Bert-Large", "GPT-Small"}
+    found = quick(name)
+    assert {row["model"] for row in found.rows} == {"ResNet-50", "Bert-Large", "GPT-Small"}
 
 
 def test_hardware_that_nothing_was_fitted_to() -> None:

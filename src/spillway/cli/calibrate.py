@@ -13,9 +13,6 @@ from spillway.costs.device_files import fields_of, write_device
 from spillway.errors import SpillwayError
 from spillway.units import format_seconds
 
-SIZES = {"cpu": "16,24", "cuda": "32,64,128"}
-"""Of the networks, by the kind of device; those of a CPU take a minute."""
-
 
 def calibrate(
     *,
@@ -39,20 +36,14 @@ def calibrate(
     if sizes is not None and (not wanted or min(wanted) < 1):
         raise SpillwayError(f"--sizes takes whole numbers above 0 with commas between, as 16,24; got {sizes!r}.")
     try:
-        import torch
-
-        from spillway.calibration.measured import measure
-        from spillway.doctor.calibrating import calibrate as measure_ops
+        from spillway.advisor.calibrating import calibrate_here
     except ImportError as error:
         raise SpillwayError(f"Measuring this machine takes torch, which cannot be imported: {error}.") from error
-    where = "cuda" if torch.cuda.is_available() else "cpu"
     console = to_terminal()
-    say(console, "rates of this machine")
-    device = measure(spill_directory or Path(tempfile.gettempdir()))
-    chosen = wanted or [int(size) for size in SIZES[where].split(",")]
-    found = measure_ops(device, where, chosen, lambda line: say(console, line))
+    directory = spill_directory or Path(tempfile.gettempdir())
+    found = calibrate_here(directory, wanted, lambda line: say(console, line))
     with naming(output):
-        write_device(output, found.device, {"sizes": chosen, "torch": str(torch.__version__)})
+        write_device(output, found.device, {"networks": list(found.steps), "sizes": wanted})
     efficiency = found.device.efficiency
     if json:
         networks = [

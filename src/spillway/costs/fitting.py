@@ -32,9 +32,9 @@ OF_SUM: Final = 6.0
 """Weight of the sum of a group's seconds, where an op's is about 1."""
 LONG: Final = 0.5
 """Of an op's weight, what goes by its share of the seconds."""
-ROUNDS: Final = 60
+ROUNDS: Final = 30
 _STEP: Final = 1e-4
-_TOLERANCE: Final = 1e-7
+_TOLERANCE: Final = 1e-5
 _SIZES: Final = ("columns", "inner", "waves", "winograd_columns", "winograd_inner", "channels")
 _RATES: Final = ("compute", "memory", "half")
 
@@ -59,6 +59,8 @@ class LeftOut:
 
     name: str
     """Of the group."""
+    by: Efficiency
+    """Fitted to the others."""
     seconds: Seconds
     """All its ops, measured."""
     foretold: Seconds
@@ -103,7 +105,7 @@ def leave_one_out(groups: Sequence[Timed], device: Device, usual: Efficiency = P
         mine, theirs = Reckoned(group.works, device).seconds(by), numpy.array(group.seconds)
         found.append(
             LeftOut(
-                name=group.name, seconds=float(theirs.sum()), foretold=float(mine.sum()),
+                name=group.name, by=by, seconds=float(theirs.sum()), foretold=float(mine.sum()),
                 error=float(numpy.median(numpy.abs(mine / theirs - 1))), ratios=tuple((theirs / mine).tolist()),
             )
         )  # fmt: skip

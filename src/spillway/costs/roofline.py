@@ -9,7 +9,7 @@ measurements (`papers/costs`); `spillway calibrate` finds it for a machine.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Final, NamedTuple, TypeAlias, final
@@ -31,14 +31,14 @@ IN_LOOPS: Final = 0.15
 PUBLISHED: Final = Efficiency(
     shares=MappingProxyType(
         {
-            OpKind.MATMUL: Share(compute=1.05, memory=0.70, half=0.51),
+            OpKind.MATMUL: Share(compute=1.05, memory=0.70, half=0.58),
             OpKind.BATCHED: Share(compute=0.49, memory=0.62),
             OpKind.ATTENTION: Share(compute=0.50, memory=0.60),
-            OpKind.CONVOLUTION: Share(compute=1.04, memory=0.70, half=0.51),
-            OpKind.CONVOLUTION_BACKWARD: Share(compute=0.82, memory=0.57, half=0.51),
+            OpKind.CONVOLUTION: Share(compute=1.04, memory=0.70, half=0.58),
+            OpKind.CONVOLUTION_BACKWARD: Share(compute=0.82, memory=0.57, half=0.58),
             OpKind.WINOGRAD: Share(compute=1.97, memory=0.70),
             OpKind.WINOGRAD_BACKWARD: Share(compute=1.55, memory=0.70),
-            OpKind.STRIDED: Share(compute=0.87, memory=0.70, half=0.51),
+            OpKind.STRIDED: Share(compute=0.87, memory=0.70, half=0.58),
             OpKind.STRIDED_BACKWARD: Share(compute=0.58, memory=0.70),
             OpKind.DEPTHWISE: Share(compute=0.10, memory=0.50),
             OpKind.DEPTHWISE_BACKWARD: Share(compute=0.05, memory=0.30),
@@ -60,7 +60,7 @@ PUBLISHED: Final = Efficiency(
         }
     ),
     columns=23.0, inner=19.0, waves=0.60, winograd_columns=23.0, winograd_inner=20.0, channels=17.0,
-    step_spread=(0.71, 1.41),
+    step_spread=(0.70, 1.43), extra_spread=(0.29, 3.44),
     source="single ops of DTR's logs on a Titan V, plain steps of PAPAYA's five models on a V100",
 )  # fmt: skip
 """Of GPUs in general, as `python -m papers costs_ops costs_plain` finds it. Assumed, because nobody measured them:
@@ -212,20 +212,24 @@ class Reckoned:
     """Works as columns, so that many efficiencies can be tried on them."""
 
     def __init__(self, works: Sequence[Work], device: Device) -> None:
-        self._device, self.kinds = device, [work.kind for work in works]
-        self._numbers = numpy.array([work[1:] for work in works], dtype=float).reshape(len(works), -1).T
+        self._device, self.kinds = device, sorted({work.kind for work in works})
+        places = {kind: place for place, kind in enumerate(self.kinds)}
+        self._places = numpy.array([places[work.kind] for work in works], dtype=int)
+        self._numbers = (
+            numpy.array([work[1:] for work in works], dtype=float).reshape(len(works), len(Work._fields) - 1).T
+        )
         _, _, half, products, rows, columns, *_ = self._numbers
         self._half = half > 0
         blocks = products * numpy.ceil(rows / _ROWS) * numpy.ceil(columns / _COLUMNS)
         self._waves = blocks / (device.multiprocessors or 1)
-        self._winograd = numpy.isin(self.kinds, (OpKind.WINOGRAD, OpKind.WINOGRAD_BACKWARD))
+        self._winograd = numpy.array([kind in _DIRECTLY for kind in self.kinds], dtype=bool)[self._places]
 
     def seconds(self, by: Efficiency) -> Floats:
         """[works] Seconds, launches included."""
         flops, traffic, _, _, _, columns, inner, window, channels = self._numbers
         device = self._device
-        part = {kind: by.shares[kind] for kind in set(self.kinds)}
-        given = {name: self._of(part, name) for name in ("compute", "memory", "half", "launch")}
+        shares = [by.shares[kind] for kind in self.kinds]
+        given = {name: self._of(shares, name) for name in ("compute", "memory", "half", "launch")}
         rates = given["compute"] * device.flops_per_second
         if device.half_flops_per_second is not None:
             rates = numpy.where(self._half, given["half"] * device.half_flops_per_second, rates)
@@ -233,18 +237,19 @@ class Reckoned:
         direct = _filled(columns, by.columns) * _filled(inner, by.inner) * full
         computing = flops / (rates * numpy.where(columns > 0, direct, 1.0))
         if self._winograd.any():
-            other = {one: by.shares[_DIRECTLY.get(one, one)] for one in part}
-            slow = numpy.where(
-                self._winograd, flops / (self._of(other, "compute") * device.flops_per_second * direct), 0
+            direct_rate = device.flops_per_second * self._of(
+                [by.shares[_DIRECTLY.get(kind, kind)] for kind in self.kinds], "compute"
             )
+            slow = flops / (direct_rate * direct)
             fast = _filled(columns, by.winograd_columns) * _filled(inner / window, by.winograd_inner) * full
             usual = numpy.where(self._half, computing, numpy.minimum(flops / (rates * fast), slow))
             computing = numpy.where(self._winograd & (columns > 0), usual, computing)
         moving = traffic / (given["memory"] * device.bytes_per_second * _filled(channels, by.channels))
         return numpy.maximum(computing, moving) + given["launch"] * device.op_seconds
 
-    def _of(self, part: Mapping[OpKind, Share], name: str) -> Floats:
-        return numpy.array([getattr(part[kind], name) for kind in self.kinds], dtype=float)
+    def _of(self, shares: Sequence[Share], name: str) -> Floats:
+        of_ops: Floats = numpy.array([getattr(share, name) for share in shares], dtype=float)[self._places]
+        return of_ops
 
 
 _DIRECTLY: Final = MappingProxyType(

@@ -30,6 +30,7 @@ def position_of(op: int) -> Position:
 class _New:
     nbytes: Bytes
     kind: Kind
+    dtype: str = ""
     ends: Position | None = None
     versions: int = 0
     born: Position | None = None
@@ -48,9 +49,9 @@ class Draft:
         self._ends: dict[StorageId, Position] = {}
         self._named: dict[StorageId, Position] = {}
 
-    def storage(self, nbytes: Bytes, kind: Kind) -> StorageId:
+    def storage(self, nbytes: Bytes, kind: Kind, dtype: str = "") -> StorageId:
         """A new storage. It is alive from the op that creates its first value to the last that names one of them."""
-        self._storages.append(_New(nbytes, kind))
+        self._storages.append(_New(nbytes, kind, dtype))
         return len(self._step.storages) + len(self._storages) - 1
 
     def value(self, storage: StorageId) -> ValueId:
@@ -145,6 +146,6 @@ class Draft:
         if new.born is None or new.ends is None:
             raise ValueError(f"storage {number} of a draft is created by no op")
         return StorageInfo(
-            id=number, nbytes=new.nbytes, kind=new.kind, alive_from=numbers[new.born],
+            id=number, nbytes=new.nbytes, kind=new.kind, dtype=new.dtype, alive_from=numbers[new.born],
             alive_until=numbers[new.ends] + 1,
         )  # fmt: skip

@@ -89,7 +89,8 @@ def run_again(run: SecondRun, packer: Packer) -> None:
             storage = step.values[value].storage
             if storage not in copies:  # or it is a copy of what stands before the block, such as statistics
                 info = step.storages[storage]
-                copies[storage] = draft.storage(info.nbytes, info.kind if info.kind in _OURS else Kind.TEMPORARY)
+                kind = info.kind if info.kind in _OURS else Kind.TEMPORARY
+                copies[storage] = draft.storage(info.nbytes, kind, info.dtype)
             now[value] = draft.value(copies[storage])
             made.append(now[value])
         draft.add(

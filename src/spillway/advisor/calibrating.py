@@ -12,12 +12,15 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final, cast, final
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from spillway.calibration.measured import measure
 from spillway.costs.device import Device
 from spillway.costs.efficiency import OpKind
 from spillway.costs.fitting import LeftOut, Timed, fit, leave_one_out, spread_of
@@ -29,6 +32,8 @@ from spillway.workloads.workload import Batch, Workload
 
 TIMES: Final = 7
 """Steps whose ops are timed, and as many that run plainly: medians count."""
+SIZES: Final = MappingProxyType({"cpu": (16, 24), "cuda": (32, 64, 128)})
+"""Of the networks, where nobody says; those of a CPU take a minute or two."""
 TINY: Final = 16
 """Of the smallest sizes, at which a GPU waits for its host."""
 _SHORTEST: Final[Seconds] = 1e-9
@@ -166,7 +171,8 @@ def workload_of(name: str, size: int, where: str, *, half: bool = False) -> Work
     """One of the networks, in a size, on a device as torch names it, with AdamW."""
     torch.manual_seed(0)
     model, batch = NETWORKS[name](size)
-    model.to(where)
+    if where != "cpu":  # which would not work among fake tensors
+        model.to(where)
     placed = tuple(tensor.to(where) for tensor in cast(tuple[Tensor, ...], batch))
 
     def batches(steps: int) -> Iterator[Batch]:
@@ -180,6 +186,19 @@ def workload_of(name: str, size: int, where: str, *, half: bool = False) -> Work
     return Workload(
         name=name, model=model.train(), optimizers=(torch.optim.AdamW(model.parameters()),), batches=batches, loss=loss
     )  # fmt: skip
+
+
+def calibrate_here(directory: Path, sizes: Sequence[int], tell: Callable[[str], None]) -> Calibrated:
+    """The same for the machine that this runs on: its first CUDA device if it has one, else its CPU.
+
+    Args:
+        directory: Where bytes are spilled.
+        sizes: As `calibrate` takes them; none for the usual ones.
+        tell: Called with a line for each network.
+    """
+    where = "cuda" if torch.cuda.is_available() else "cpu"
+    tell("rates of this machine")
+    return calibrate(measure(directory), where, sizes or SIZES[where], tell)
 
 
 def calibrate(device: Device, where: str, sizes: Sequence[int], tell: Callable[[str], None]) -> Calibrated:
@@ -210,14 +229,13 @@ def calibrate(device: Device, where: str, sizes: Sequence[int], tell: Callable[[
     left = leave_one_out(timed, device)
     efficiency = fit(timed, device)
     told = {}
-    for group in timed:
-        by = fit([other for other in timed if other is not group], device)
+    for one in left:
         measured = foretold = 0.0
-        for step, took in plain[group.name]:
+        for step, took in plain[one.name]:
             works = [work_of(step, op) for op in step.ops]
-            foretold += float(paced(Reckoned(works, device).seconds(by), launches_of(step, works) * host).sum())
+            foretold += float(paced(Reckoned(works, device).seconds(one.by), launches_of(step, works) * host).sum())
             measured += took
-        told[group.name] = measured, foretold
+        told[one.name] = measured, foretold
     spread = spread_of([measured / foretold for measured, foretold in told.values()])
     ops = spread_of([one.seconds / one.foretold for one in left])
     efficiency = replace(
