@@ -102,14 +102,18 @@ def measured(
             if number >= WARM:
                 times[0].append(beside)
                 times[1].append(memory.history[-1].seconds)
-            timeline = memory.timeline
-            assert timeline is not None
-            copies += [span for span in timeline.spans if span.lane in (Lane.COPY_OUT, Lane.COPY_IN)]
-        last = memory.history[-1]
+            copies += [span for span in _kept(memory).spans if span.lane in (Lane.COPY_OUT, Lane.COPY_IN)]
+        last, timeline = memory.history[-1], _kept(memory)
     return Measured(
         plain=statistics.median(times[0]), seconds=statistics.median(times[1]), last=last, timeline=timeline,
         copies=copies,
     )  # fmt: skip
+
+
+def _kept(memory: spillway.Session) -> Timeline:
+    if memory.timeline is None:
+        raise TypeError("The session keeps no timelines.")
+    return memory.timeline
 
 
 def link_of(copies: Sequence[Span], device: Device) -> Device:
@@ -161,7 +165,8 @@ def cause(row: Row) -> str:
 
 
 def _apart(row: Row, name: str) -> float:
-    return abs(float(row[f"simulated_{name}"]) - float(row[name])) / max(row[name], 1)
+    ours, theirs = int(row[f"simulated_{name}"]), int(row[name])
+    return abs(ours - theirs) / max(theirs, 1)
 
 
 def _seconds(workload: Workload, batch: Any) -> float:
@@ -260,8 +265,8 @@ NOTES: Final = (
     "Overhead: seconds over those of a plain step, real ones over a real one, simulated ones over the sum of measured "
     "op seconds. Extra: what is above the plain step. Plain and managed steps take turns.",
     "Freed memory is kept: returning it to the system makes page faults, which the machine on paper does not know.",
-    "Simulated: by copies that take what the session's took, and ops as recorded, all longer or shorter by as much as the "
-    "plain steps beside the session. By copies alone: as the machine was measured, idle.",
+    "Simulated: by copies that take what the session's took, and recorded ops times what plain steps beside the session "
+    "took of them. By copies alone: as the machine was measured, idle.",
     "Same decisions: of what left and came back in the last step, the share that both have, by storage and way.",
 )
 
