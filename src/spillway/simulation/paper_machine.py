@@ -135,8 +135,8 @@ class Lanes:
         self._seconds_moving += seconds
 
     def expected(self, nbytes: Bytes) -> Seconds:
-        """To copy out and in again, as `DiskTier` expects it: by the bytes and seconds of all copies so far, so that small
-        ones make every byte dearer. Before there were any, what the two take."""
+        """To copy out and in again, as `DiskTier` expects it: by the bytes and seconds of all copies so far, so that
+        small ones make every byte dearer. Before there were any, what the two take."""
         if not self._bytes_moved:
             return self.seconds(Lane.COPY_OUT, nbytes) + self.seconds(Lane.COPY_IN, nbytes)
         return 2 * nbytes * self._seconds_moving / self._bytes_moved
