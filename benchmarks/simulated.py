@@ -265,8 +265,8 @@ NOTES: Final = (
     "Overhead: seconds over those of a plain step, real ones over a real one, simulated ones over the sum of measured "
     "op seconds. Extra: what is above the plain step. Plain and managed steps take turns.",
     "Freed memory is kept: returning it to the system makes page faults, which the machine on paper does not know.",
-    "Simulated: by copies that take what the session's took, and recorded ops times what plain steps beside the session "
-    "took of them. By copies alone: as the machine was measured, idle.",
+    "Simulated: by copies that take what the session's took, and recorded ops times what plain steps beside the "
+    "session took of them. By copies alone: as the machine was measured, idle.",
     "Same decisions: of what left and came back in the last step, the share that both have, by storage and way.",
 )
 
