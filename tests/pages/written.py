@@ -146,7 +146,7 @@ def simulated(folder: Path) -> None:
 
 def compared(folder: Path) -> None:
     """Methods side by side, from `spillway compare`."""
-    methods = ("--budgets", "40%,60%,80%", "--methods", "lru,dtr,swap", "--bound-seconds", "0", "--processes", "1")
+    methods = ("--budgets", "40%,60%,80%", "--methods", "lru,dtr,swap", "--no-bounds", "--processes", "1")
     command("compare", folder / "step.jsonl", *methods, "-o", folder / "compared.html")
 
 
