@@ -107,6 +107,8 @@ class BlockRuntime:
         """Hooks of an engine that was closed."""
         self.ahead, self.behind = ahead, behind
         self.store: Store | None = None
+        self.when_full: Callable[[], bool] = lambda: False
+        """See `Store.when_full`."""
         self.sent = 0
         """How many calls have sent something away."""
         self.beside: dict[type, float] = {}
@@ -178,6 +180,7 @@ class BlockRuntime:
         """Where something of this call is going to wait; it is sent inside."""
         if self.store is None:
             self.store = self._open_store()
+            self.store.when_full = self.when_full
         self._away[self.sent] = call
         self.sent += 1
         self.store.write_behind = self.behind
