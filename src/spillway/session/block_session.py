@@ -28,7 +28,7 @@ from spillway.engines.tensors.devices import device_of, engine_for
 from spillway.engines.tensors.optimizers import Update
 from spillway.engines.tensors.origins import line_of_forward
 from spillway.engines.tensors.torch_compile import running_compiled
-from spillway.errors import BudgetInfeasible, ModelError, NoBlocksError, SpillFullError, SpillwayError
+from spillway.errors import BudgetInfeasible, ModelError, NoBlocksError, SpillFullError, SpillwayError, pass_notes
 from spillway.internals.interrupts import by_signal, deliver
 from spillway.internals.private import fully_sharded, local_of, unheard_by_modes
 from spillway.internals.process_memory import HeldHeap, Reclaimer, ResidentSet, peak_rss, reset_peak
@@ -62,7 +62,7 @@ from spillway.tiers.transfer import Freed
 from spillway.units import Bytes, Seconds, format_bytes
 
 if TYPE_CHECKING:
-    from spillway.report.live import LiveLine
+    from spillway.report.live import LiveLine, LiveView
 
 REMEMBERED: Final = 256
 """Measured steps that are kept, to be read again when other numbers make up the size."""
@@ -171,7 +171,7 @@ class BlockSession(Session):
         models: Sequence[torch.nn.Module],
         optimizers: Sequence[torch.optim.Optimizer],
         writer: RunWriter | None,
-        live: LiveLine | None,
+        live: LiveLine | LiveView | None,
         allowed: Bytes,
         *,
         method: AbstractBlockMethod,
@@ -772,7 +772,7 @@ class _Step(AbstractStep):
         plan, method = decision.plan, session._method
         again = [number for number, action in enumerate(plan.actions) if action.recomputes and not bypassed]
         everything = not plan.actions and plan.otherwise.recomputes and not bypassed
-        if session._agreement.on([-1] if everything else again, len(plan.actions)):
+        if session._agreement.reached([-1] if everything else again, len(plan.actions)):
             return decision, forecast, size, bypassed
         nothing = BlockPlan.nothing_kept(size, available, options=method.action_options)
         return Decision(Phase.PLANNED, nothing, decision.collects), forecast, size, False
@@ -859,9 +859,9 @@ class _Step(AbstractStep):
     def told(self, refusal: BudgetInfeasible) -> BudgetInfeasible:
         self._put_back()
         told = self._told(refusal)
-        notes = getattr(refusal, "__notes__", []) if told is not refusal else []
-        for note in [*notes, *([self._lost] if self._lost else [])]:
-            told.add_note(note)
+        pass_notes(refusal, told)
+        if self._lost:
+            told.add_note(self._lost)
         return told
 
     def _told(self, refusal: BudgetInfeasible) -> BudgetInfeasible:

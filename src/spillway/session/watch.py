@@ -806,7 +806,7 @@ class _Measured:
             BlockSample(
                 block=number,
                 size=one.size,
-                nbytes=saved[number],
+                nbytes=saved[number] if call.rehearsed_bytes is None or call.kept_because else call.rehearsed_bytes,
                 seconds=call.seconds,
                 working=max(totals[number] - least, 0),
                 gradients=one.gradients[number],
