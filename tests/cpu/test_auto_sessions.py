@@ -107,6 +107,7 @@ def test_budgets_between_floor_and_peak_are_never_refused(name: str, share: floa
     assert max(one.peak_bytes for one in reports) <= budget
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit")
 @pytest.mark.parametrize(
     ("seed", "share"), [*((seed, share) for seed in (0, 28) for share in (2.0, 0.85, 0.6)), (19, 0.6), (47, 0.85)]
 )
