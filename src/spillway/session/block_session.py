@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import partial, wraps
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, final
 
 import torch
@@ -55,6 +55,7 @@ from spillway.session.options import BlockOptions, SpillOptions
 from spillway.session.paging import UNINTERRUPTED, Paging
 from spillway.session.ranks import Agreement
 from spillway.session.tensor_session import report_of
+from spillway.session.updates import Arguments, before_update
 from spillway.session.watch import StepWatch
 from spillway.tiers.disk import DiskTier
 from spillway.tiers.transfer import Freed
@@ -436,20 +437,8 @@ class BlockSession(Session):
 
     def _optimizer_begins(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """With a closure, which runs forward and backward, it begins each time that the closure is through."""
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if not callable(closure):
-            self._update_begins(optimizer)
-            return None
-
-        @wraps(closure)
-        def asked(*given: Any, **named: Any) -> Any:
-            loss = closure(*given, **named)  # in which the step may have begun
-            self._update_begins(optimizer)
-            return loss
-
-        return ((args[0], asked, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": asked})
+    ) -> Arguments | None:
+        return before_update(partial(self._update_begins, optimizer), args, kwargs)
 
     def _update_begins(self, optimizer: torch.optim.Optimizer) -> None:
         if isinstance(self._running, _Step):
