@@ -31,7 +31,7 @@ from spillway.errors import BudgetInfeasible, ModelError, NoBlocksError, SpillFu
 from spillway.internals.interrupts import by_signal, deliver
 from spillway.internals.private import fully_sharded, local_of, unheard_by_modes
 from spillway.internals.process_memory import HeldHeap, Reclaimer, ResidentSet, peak_rss, reset_peak
-from spillway.ir import Kind, RunWriter, StepReport
+from spillway.ir import BlocksAtPeak, HeldByBlock, Kind, RunWriter, StepReport
 from spillway.memory.budget import Budget
 from spillway.methods import LRU, Action
 from spillway.methods.by_block import (
@@ -45,7 +45,6 @@ from spillway.methods.by_block import (
     StepSample,
 )
 from spillway.native.arena import Arena
-from spillway.report.holders import BlocksAtPeak, HeldByBlock
 from spillway.session.abstract_session import AbstractStep, Session, header
 from spillway.session.before import Before
 from spillway.session.input_sizes import NO_COLUMNS, Columns, Shape, SizeReader
@@ -163,6 +162,7 @@ class BlockSession(Session):
     )  # the model's own code runs inside of all others
     _heaviest: tuple[StepReport, Sequence[CallReport]] | None = None
     """The step with the highest peak, and the calls of the forward that saved most in it."""
+    _blocks_written = False
 
     def __init__(
         self,
@@ -295,6 +295,7 @@ class BlockSession(Session):
             stack.callback(self._meter.close)
             if self._writer is not None:
                 stack.callback(self._writer.close)
+                stack.callback(self._write_blocks)
             if self._live is not None:
                 stack.callback(self._live.close)
             if self._engine is not None:
@@ -311,6 +312,13 @@ class BlockSession(Session):
             for method in (self._method, *(family.method for family in self._families.values())):
                 method.does_without_spill()
         super()._leave(step, error)
+
+    def _write_blocks(self) -> None:
+        """Into the run file, once."""
+        held = self._held_by_blocks()
+        if held is not None and not self._blocks_written:
+            self._write({"blocks": held.to_json()})
+            self._blocks_written = True
 
     def _held_by_blocks(self) -> BlocksAtPeak | None:
         if self._heaviest is None:
