@@ -259,7 +259,19 @@ def all_have_raised() -> None:
     store.wait([f"raised {rank}" for rank in range(dist.get_world_size())], PATIENCE)
 
 
-ASKED: Final = {"train": train, "forced": forced, "refused": refused}
+def example(script: str, options: list[str]) -> dict[str, Any]:
+    """What the text of a script prints that begins a process group, and ends it: here there is one."""
+    said = io.StringIO()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(dist, "init_process_group"))
+        stack.enter_context(mock.patch.object(dist, "destroy_process_group"))
+        stack.enter_context(mock.patch.object(sys, "argv", ["example", *options]))
+        stack.enter_context(contextlib.redirect_stdout(said))
+        exec(compile(script, "example", "exec"), {"__name__": "__main__"})
+    return {"said": said.getvalue()}
+
+
+ASKED: Final = {"train": train, "forced": forced, "refused": refused, "example": example}
 
 
 def main(rank: int, world: int, store: str) -> None:

@@ -129,7 +129,7 @@ class Model(pl.LightningModule):
 
 
 def batches(rank):
-    return [*torch.randn(6, 256, 64, generator=torch.Generator().manual_seed(rank))]
+    return [*torch.randn(6, 1024, 64, generator=torch.Generator().manual_seed(rank))]
 
 
 if __name__ == "__main__":
@@ -219,12 +219,12 @@ def test_what_a_library_trains_is_found(source: str, found: str, tmp_path: Path)
 def test_processes_that_lightning_starts_are_under_the_budget_too(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(LIGHTNING)
-    fitted = run(script, fit=("--budget", "1100KiB", "--json"))
+    fitted = run(script, fit=("--budget", "3400KiB", "--json"))
     assert fitted.returncode == 0, fitted.stderr
     told = [json.loads(line) for line in fitted.stderr.splitlines() if line.startswith("{")]
     assert [(one["found"], one["steps"], one["updates"]) for one in told] == [("lightning.Trainer", 6, 6)]
     assert told[0]["left_bytes"] > 0
-    assert told[0]["peak_bytes"] <= 1100 << 10
+    assert told[0]["peak_bytes"] <= 3400 << 10
     assert json.loads(fitted.stdout.splitlines()[-1]) == together_in_this_process()
 
 

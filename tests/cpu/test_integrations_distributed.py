@@ -144,41 +144,46 @@ def test_a_process_that_ends_with_an_open_session_ends_well() -> None:
 PEAK = """
         print(f"rank {rank}, peak {max(step.peak_bytes for step in steps.session.history)}")
 """
+STEPS_OF_EXAMPLE = ["--steps", "2"]
 
 
-@pytest.mark.parametrize("way", [[], ["--shard"]])
-def test_the_example_under_torchrun_has_the_losses_of_the_same_script_without_its_two_lines(
-    way: list[str], tmp_path: Path
-) -> None:
+@functools.cache
+def told_by_example(*way: str, without: bool = False) -> list[str]:
+    """The losses of all ranks that the example prints, or the same script without its two lines; and peaks."""
     script = EXAMPLE.read_text()
     first, second = (line for line in script.splitlines() if "AutomaticSteps" in line)
     assert first.endswith("  # the first line")
     assert second.endswith("  # the second line")
     last = "    dist.destroy_process_group()\n"
-    plain, telling = tmp_path / "plain.py", tmp_path / "telling.py"
-    plain.write_text(script.replace(f"{first}\n", "").replace(second, "    if True:"))
-    telling.write_text(script.replace("):  # the second", ") as steps:  # the").replace(last, PEAK + last))
-    said = [run_together(one, [*way, "--steps", "2"], tmp_path) for one in (plain, telling)]
-    losses = [sorted(re.findall(r"rank \d, step \d: loss [\d.]+", one)) for one in said]
-    assert len(losses[0]) == 4
-    assert losses[0] == losses[1]
-    peaks = [int(peak) for peak in re.findall(r"peak (\d+)", said[1])]
+    plain = script.replace(f"{first}\n", "").replace(second, "    if True:")
+    telling = script.replace("):  # the second", ") as steps:  # the").replace(last, PEAK + last)
+    answers = ask(what="example", script=plain if without else telling, options=[*way, *STEPS_OF_EXAMPLE])
+    return [line for answer in answers for line in answer["said"].splitlines() if line]
+
+
+@pytest.mark.parametrize("way", [[], ["--shard"]])
+def test_the_example_has_the_losses_of_the_same_script_without_its_two_lines(way: list[str]) -> None:
+    losses = told_by_example(*way, without=True)
+    assert len(losses) == 4
+    told = told_by_example(*way)
+    assert [line for line in told if "loss" in line] == losses
+    peaks = [int(line.rpartition("peak ")[2]) for line in told if "peak" in line]
     assert len(peaks) == 2
     assert 0 < max(peaks) <= 160 << 20
 
 
-def run_together(script: Path, options: list[str], folder: Path) -> str:
-    """What two processes under torchrun print."""
+def test_the_example_runs_under_torchrun(tmp_path: Path) -> None:
     command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
-    command += ["--rdzv-endpoint", "127.0.0.1:0", str(script), *options]
+    command += ["--rdzv-endpoint", "127.0.0.1:0", str(EXAMPLE), *STEPS_OF_EXAMPLE]
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)
     }  # fmt: skip
     done = subprocess.run(
         [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=HANGS, check=False
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
+    losses = re.findall(r"rank \d, step \d: loss [\d.]+", done.stdout)
+    assert sorted(losses) == sorted(told_by_example(without=True))
 
 
 def test_ranks_that_do_not_agree_would_gather_other_parts() -> None:
