@@ -39,6 +39,7 @@ from spillway.report import html
 from spillway.simulation.plan_and_simulate import plan, report_of, simulate
 from tests.cpu.mutations import SCRIPTS, changed_cells, changed_document, changed_lines, changed_source, odd_bytes
 from tests.pure.training_steps import training_step
+from tests.shared import without_page
 
 PATIENCE: Final = 60
 """Seconds after which a call counts as one that does not end."""
@@ -136,9 +137,9 @@ def _ending(kind: Kind, folder: Path, content: bytes | Path, random: Random) -> 
     pages = "".join(page.read_text("utf-8") for page in folder.glob("page*.html"))
     if any(script in pages for script in SCRIPTS):
         return "script", ""
-    said = error.getvalue()
-    if "Traceback" in said or "This is a bug" in said:
-        return "traceback", said
+    if "Traceback" in error.getvalue() or "This is a bug" in error.getvalue():
+        return "traceback", error.getvalue()
+    said = "".join(f"{line}\n" for line in without_page(error.getvalue()))
     if kind.name == "workload":
         said = "".join(said.splitlines(keepends=True)[-1:])  # it may print, and warn, before that
     sentence = (
@@ -318,7 +319,7 @@ def _step_verb(path: Path, random: Random) -> None:
     page, way = str(path.parent / "page.html"), random.randrange(20)
     if way == 0:
         main(["compare", str(path), "--methods", "lru,swap", "--budgets", "0.7", "--processes", "1", "-o", page,
-              "--bound-seconds", "0.1"])  # fmt: skip
+              "--bounds"])  # fmt: skip
     elif way < 5:
         main(["plan", str(path), "--budget", "1.0", "--method", random.choice(("swap", "sqrt-n", "zero-offload"))])
     elif way < 8:
@@ -344,7 +345,7 @@ def _device_verb(path: Path, random: Random) -> None:
     good = str(path.parent / "good.jsonl")
     if random.random() < 0.03:
         main(["compare", good, "--device", str(path), "--methods", "lru", "--budgets", "0.7", "--processes", "1", "-o",
-              str(path.parent / "page.html"), "--bound-seconds", "0"])  # fmt: skip
+              str(path.parent / "page.html"), "--no-bounds"])  # fmt: skip
     else:
         main([*random.choice((["simulate", good], ["plan", good, "--method", "swap"])), "--budget", "1.0", "--device",
               str(path)])  # fmt: skip

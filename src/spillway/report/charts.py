@@ -438,6 +438,13 @@ def draw_steps(steps: Sequence[StepReport], budgets: Sequence[Bytes], plain: Byt
     )  # fmt: skip
 
 
+def draw_left(steps: Sequence[StepReport]) -> tuple[list[Area], list[Tick]]:
+    """What left memory in every step, a column each: bars, of what was dropped upwards and of what was moved downwards,
+    and the ticks beside them. Nothing if nothing did."""
+    columns = [{"recomputed": step.dropped_bytes, "offloaded": step.bytes_out} for step in steps]
+    return _bars(columns, ("recomputed",), ("offloaded",))
+
+
 def _steps_told(
     group: Sequence[StepReport], peak: float, resident: float, budget: float, means: Mapping[str, float]
 ) -> list[str]:

@@ -39,6 +39,7 @@ from spillway.internals.process_memory import ResidentSet, file_pages
 from spillway.ir import BlocksAtPeak, Kind, RunWriter, StepReport, Timeline
 from spillway.ir.reading import fits_on_a_line
 from spillway.memory.budget import UNLIMITED
+from spillway.report.figures import scalars
 from spillway.report.html import write_report
 from spillway.session.inputs import check_sharding, leaves, storages
 from spillway.session.ranks import Ranks, ranks_now
@@ -46,7 +47,7 @@ from spillway.session.updates import Updates
 from spillway.units import Bytes, format_bytes
 
 if TYPE_CHECKING:
-    from spillway.report.live import LiveLine
+    from spillway.report.live import LiveLine, LiveView
 
 NAMED: Final = (Kind.PARAMETER, Kind.GRADIENT, Kind.BUFFER, Kind.OPTIMIZER_STATE)
 
@@ -182,7 +183,7 @@ class Session(ABC):
         models: Sequence[torch.nn.Module],
         optimizers: Sequence[torch.optim.Optimizer],
         writer: RunWriter | None,
-        live: LiveLine | None,
+        live: LiveLine | LiveView | None,
     ) -> None:
         self.history: list[StepReport] = []
         """One report per finished step."""
@@ -385,6 +386,11 @@ class Session(ABC):
                 raise SessionError(f"log({name!r}=...): give it a name that can be printed on one line.")
             self._running.logged[name] = float(value.detach() if isinstance(value, torch.Tensor) else value)
 
+    def scalars(self) -> dict[str, float]:
+        """The last step for a logger, `wandb.log(memory.scalars())`: what was given to `log`, and the figures that the
+        callbacks of trainers log by themselves. Peak, budget if there is one, seconds of stall and of recomputing."""
+        return scalars(self.history[-1:]) | (self.history[-1].logged if self.history else {})
+
     def report(self, path: str | os.PathLike[str]) -> None:
         """Write a self-contained HTML page about the run so far."""
         timelines = [] if self.timeline is None else [self.timeline]
@@ -392,6 +398,12 @@ class Session(ABC):
         if any(step.peak_rss_bytes for step in self.history):
             told["start_rss_bytes"] = self._beside + file_pages()
         write_report(path, self._header() | told, self.history, timelines, self.foresight, self._held_by_blocks())
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows of a cell that ends in the session."""
+        from spillway.report.live import LiveView
+
+        return LiveView(self.history)._repr_html_()
 
     def __enter__(self) -> Self:
         if self._closed:

@@ -38,7 +38,7 @@ from typing import Any, Final, final
 import torch
 
 from spillway import errors
-from spillway.errors import SpillwayError
+from spillway.errors import SpillwayError, pass_notes
 from spillway.internals.private import (
     default_store,
     is_distributed,
@@ -126,8 +126,7 @@ class Ranks:
             self._receive(self._store.compare_set(_ERROR, "", json.dumps(mine)))
             self._disconnected.wait(2 * PATIENCE)
         told = self.error or error
-        for note in getattr(error, "__notes__", ()):
-            told.add_note(note)
+        pass_notes(error, told)
         return told
 
     def cause_of(self, error: Exception) -> Exception:
