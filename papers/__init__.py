@@ -40,6 +40,7 @@ PAPERS: Final = Collection(
         "dynn_training_time": "papers.dynn_offload.training_time",
         "papaya_paper": "papers.papaya.published",
         "papaya_here": "papers.papaya.here",
+        "papaya_pays": "papers.papaya.pays",
         "papaya_simulated": "papers.papaya.simulated",
         "papaya_implications": "papers.papaya.implications",
     },
