@@ -131,9 +131,12 @@ class Tried:
 def run(size: Size, tell: Tell) -> Result:
     """Every network, method by method."""
     found = {network.workload: _measured(network, size, tell) for network in size.networks}
-    checks = [check for name, tried in found.items() for check in _checks(name, tried)]
-    rows = [_row(name, one) for name, tried in found.items() for one in tried]
-    return Result(title=TITLE, columns=COLUMNS, rows=rows, checks=checks, notes=NOTES)
+    rows = [_row(name, one, tried[0]) for name, tried in found.items() for one in tried]
+    facts = {
+        "behind": {name: behind_of(tried) for name, tried in found.items()},
+        "pays": [network.workload for network in size.networks if network.pays],
+    }
+    return Result(title=TITLE, columns=COLUMNS, rows=rows, facts=facts, notes=NOTES)
 
 
 def _measured(network: Network, size: Size, tell: Tell) -> list[Tried]:
@@ -234,49 +237,52 @@ def prime_between(low: int, high: int) -> int:
     return next(primes, high)
 
 
-def _checks(name: str, tried: Sequence[Tried]) -> Iterator[Check]:
-    fitted = [one.advice.fitted for one in tried if one.advice.fitted is not None]
-    yield Check(
-        what=f"{name}: of {len(tried)} methods those of which nothing was predicted, or that did not fit there",
-        measured=sum(one.throughput is None for one in tried)
-    )  # fmt: skip
-    worst = min((one.memory.r or 0.0 for one in fitted), default=0.0)
-    yield Check(what=f"{name}: 1 - R of memory, the worst method", measured=1 - worst, at_most=round(1 - LINEAR, 6))
-    yield Check(
-        what=f"{name}: sizes left out of a line whose peak is at the same moment as those on it",
-        measured=sum(one.left_out.without_reason for one in tried),
-    )  # fmt: skip
-    yield Check(what=f"{name}: verdicts other than what was measured", measured=len(list(wrong(tried))))
-    if tried[0].network.pays:
-        plain, *others = (_taken(one) or 0.0 for one in tried)
+def _checks(result: Result) -> Iterator[Check]:
+    for name, behind in result.facts["behind"].items():
+        rows = [row for row in result.rows if row["network"] == name]
+        yield from _of_verdicts(name, rows, pays=name in result.facts.get("pays", ()))
         yield Check(
-            what=f"{name}: plain training, times the fastest method, each at the batch to take",
-            measured=plain / max([*others, 1e-9]), at_most=PAYS,
+            what=f"{name}: of {len(rows)} methods those of which nothing was predicted, or that did not fit there",
+            measured=sum(row["measured"] is None for row in rows)
         )  # fmt: skip
-    for what, offs, most in (
-        ("intercept of memory off what is there without a batch", [one.intercept_off for one in tried], INTERCEPT),
-        ("highest throughput predicted off measured", [one.off for one in tried], THROUGHPUT),
-    ):
-        known = [abs(off) for off in offs if off is not None]
-        yield Check(what=f"{name}: {what}, the worst method", measured=max(known, default=1.0), at_most=most)
-    for where, what, theirs, speeds in (
-        ("its largest batch", "best one at its largest batch", _largest, [_largest(one) for one in tried]),
-        ("the batch to take", "fastest trial of any method at any batch", _taken, [one.fastest for one in tried]),
-    ):
-        yield Check(
-            what=f"{name}: the recommended method, at {where}, is slower than the {what}",
-            measured=behind(tried, theirs, speeds), at_most=RECOMMENDED,
-        )  # fmt: skip
+        worst = min((row["r_memory"] or 0.0 for row in rows if row["alpha"] is not None), default=0.0)
+        yield Check(what=f"{name}: 1 - R of memory, the worst method", measured=1 - worst, at_most=round(1 - LINEAR, 6))
+        for what, key, most in (
+            ("intercept of memory off what is there without a batch", "intercept_off", INTERCEPT),
+            ("highest throughput predicted off measured", "off", THROUGHPUT),
+        ):
+            known = [abs(row[key]) for row in rows if row[key] is not None]
+            yield Check(what=f"{name}: {what}, the worst method", measured=max(known, default=1.0), at_most=most)
+        for what, share in behind.items():
+            yield Check(what=f"{name}: the recommended method, {what}", measured=share, at_most=RECOMMENDED)
 
 
-def wrong(tried: Sequence[Tried]) -> Iterator[str]:
-    """Methods that are said to pay, each at the batch to take, and do not, or the other way round. The first one is
-    plain training."""
-    plain, *others = tried
-    for one in others:
-        mine, base = _taken(one), _taken(plain)
-        if mine is not None and base is not None and (one.advice.reaches >= plain.advice.reaches) != (mine >= base):
-            yield one.advice.method
+def behind_of(tried: Sequence[Tried]) -> dict[str, float]:
+    """By what share the recommended method is slower, at its largest batch and at the batch to take."""
+    return {
+        "at its largest batch, is slower than the best one at its largest batch":
+            behind(tried, _largest, [_largest(one) for one in tried]),
+        "at the batch to take, is slower than the fastest trial of any method at any batch":
+            behind(tried, _taken, [one.fastest for one in tried]),
+    }  # fmt: skip
+
+
+def _of_verdicts(name: str, rows: Sequence[Row], *, pays: bool) -> Iterator[Check]:
+    """Of what results that were kept longer ago do not tell there is no check."""
+    if any("without_reason" in row for row in rows):
+        yield Check(
+            what=f"{name}: sizes left out of a line whose peak is at the same moment as those on it",
+            measured=sum(row["without_reason"] for row in rows),
+        )  # fmt: skip
+    if any("taken" in row for row in rows):
+        plain, *others = [row for row in rows if row["taken"] is not None]
+        wrong = [one for one in others if one["said"] != (one["taken"] >= plain["taken"])]
+        yield Check(what=f"{name}: methods that pay and are not said to, or the other way round", measured=len(wrong))
+        if pays:
+            yield Check(
+                what=f"{name}: plain training over the fastest method, each at the batch to take",
+                measured=plain["taken"] / max((one["taken"] for one in others), default=plain["taken"]), at_most=PAYS,
+            )  # fmt: skip
 
 
 def _largest(tried: Tried) -> float | None:
@@ -295,7 +301,7 @@ def behind(tried: Sequence[Tried], speed: Callable[[Tried], float | None], speed
     return 1.0 if mine is None else 1 - mine / max(known for known in speeds if known is not None)
 
 
-def _row(name: str, tried: Tried) -> Row:
+def _row(name: str, tried: Tried, plain: Tried) -> Row:
     advice, fitted = tried.advice, tried.advice.fitted
     best = recommended([advice])
     return {
@@ -310,6 +316,8 @@ def _row(name: str, tried: Tried) -> Row:
         "batch": None if best is None or best.predicted is None else best.predicted.size,
         "predicted": None if best is None or best.predicted is None else best.predicted.throughput,
         "measured": tried.throughput, "fastest": tried.fastest, "off": tried.off, "verdict": advice.verdict,
+        "taken_batch": None if advice.taken is None else advice.taken.size, "taken": _taken(tried),
+        "said": advice.reaches >= plain.advice.reaches,
     }  # fmt: skip
 
 
@@ -327,6 +335,8 @@ COLUMNS: Final = (
     *columns.text(batch="largest batch"),
     *columns.shown("{:.4g}".format, predicted="samples/s, predicted", measured="measured", fastest="fastest trial"),
     *columns.shares(off="off"),
+    *columns.text(taken_batch="batch to take"),
+    *columns.shown("{:.4g}".format, taken="measured there"),
     *columns.text(verdict="verdict"),
 )  # fmt: skip
 
@@ -339,13 +349,15 @@ NOTES: Final = (
     "peak, and what ops work with, counted storage by storage at the peak of a step with a prime batch.",
     "R of memory is that of the sizes on the line of the largest. Sizes left out of it ran as well; that is allowed "
     "where their peak is at another moment, by the gradients that are there or because the update has begun, and "
-    "otherwise counted as without a reason. R, all sizes: of a line through all that ran. The fastest trial is the one with the highest throughput, at any batch that was measured.",
+    "otherwise counted as without a reason. R, all sizes: of a line through all that ran. The fastest trial is the one "
+    "with the highest throughput, at any batch that was measured.",
     "swap waits for every copy, as PAPAYA's does; the other two that move let copies run beside compute.",
 )
 
 BENCHMARK: Final = Benchmark(
     name="papaya_here",
     run=run,
+    judge=_checks,
     full=Size(),
     quick=Size(
         networks=(Network(workload="resnet", limit=100 * MB, options={"width": 4, "blocks": [1, 1, 1, 1]}),),

@@ -11,6 +11,7 @@ by step. What is shown was measured afterwards.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Final
 
 from benchmarks.record import Benchmark, Result, Tell
@@ -25,7 +26,7 @@ LONGEST: Final[Seconds] = 20.0
 def run(size: Size, tell: Tell) -> Result:
     """As `papaya_here`, of these networks."""
     found = here.run(size, tell)
-    return Result(title=TITLE, columns=found.columns, rows=found.rows, checks=found.checks, notes=found.notes)
+    return replace(found, title=TITLE)
 
 
 TITLE: Final = "networks on this machine where a method pays: many small ops, little memory (PAPAYA, section 6)"
@@ -33,6 +34,7 @@ TITLE: Final = "networks on this machine where a method pays: many small ops, li
 BENCHMARK: Final = Benchmark(
     name="papaya_pays",
     run=run,
+    judge=here.BENCHMARK.judge,
     full=Size(
         networks=(
             Network(

@@ -158,7 +158,7 @@ def run(size: Size, tell: Tell) -> Result:
         notes += _notes(name, mine, answers, _explained(answers, theirs))
     return Result(
         title=TITLE, columns=[column for column in COLUMNS if any(column.cell(row) for row in rows)], rows=rows,
-        checks=list(_checks(rows, linear)), notes=(*NOTES, *notes),
+        facts={"linear": linear}, notes=(*NOTES, *notes),
     )  # fmt: skip
 
 
@@ -265,7 +265,8 @@ def _of(rows: Sequence[Row], name: str) -> list[Row]:
     return [row for row in rows if row["model"] == name]
 
 
-def _checks(rows: Sequence[Row], linear: Sequence[float]) -> Iterator[Check]:
+def _checks(result: Result) -> Iterator[Check]:
+    rows, linear = result.rows, result.facts["linear"]
     names = list(dict.fromkeys(row["model"] for row in rows))
     taus = [tau for name in names if (tau := kendall(_of(rows, name), "throughput")) is not None]
     left = [tau for name in names if (tau := kendall(_of(rows, name), "explained_ratio")) is not None]
@@ -333,6 +334,7 @@ NOTES: Final = (
 BENCHMARK: Final = Benchmark(
     name="papaya_simulated",
     run=run,
+    judge=_checks,
     full=Size(),
     quick=Size(
         options={

@@ -3,6 +3,7 @@ from __future__ import annotations
 import inspect
 import pickle
 import re
+import traceback
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from spillway.errors import (
     PlanRejected,
     SpillwayError,
     UsageError,
+    pass_notes,
 )
 from spillway.units import GiB
 
@@ -61,6 +63,44 @@ def test_an_error_passes_between_processes_whole(error: SpillwayError) -> None:
 def test_an_error_is_told_on_one_line_and_ends_as_a_sentence_does(error: SpillwayError) -> None:
     assert "\n" not in str(error)
     assert str(error).endswith(".")
+
+
+KINDS = [one for one in vars(errors).values() if inspect.isclass(one) and issubclass(one, SpillwayError)]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_an_error_says_in_a_note_where_the_documents_say_what_to_do(
+    kind: type[SpillwayError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page, _, anchor = (kind.__new__(kind).page or "docs/errors.md#").partition("#")
+    headings = re.findall(r"^## (\w+)$", (Path(__file__).parents[2] / page).read_text("utf-8"), re.MULTILINE)
+    assert anchor in [heading.lower() for heading in headings] or kind in (SpillwayError, UsageError)
+    assert getattr(kind.__new__(kind), "__notes__", []) == [f"What to do: {page}#{anchor}"] * bool(anchor)
+    monkeypatch.setattr(errors, "SITE", "https://docs.example/")
+    assert kind.__new__(kind).page == (f"https://docs.example/errors/#{anchor}" if anchor else None)
+
+
+def test_an_error_of_a_users_own_names_the_page_of_its_base() -> None:
+    class Mine(BudgetError):
+        pass
+
+    assert Mine("It is too small.").page == "docs/errors.md#budgeterror"
+    assert not hasattr(type("Mine", (SpillwayError,), {})("It is too small."), "__notes__")
+
+
+def test_a_traceback_shows_the_sentence_and_below_it_the_page() -> None:
+    assert "".join(traceback.format_exception(BudgetError("It is too small."))).splitlines() == [
+        "spillway.errors.BudgetError: It is too small.", "What to do: docs/errors.md#budgeterror",
+    ]  # fmt: skip
+
+
+def test_an_error_that_is_told_as_another_or_as_itself_passes_its_notes_on_once() -> None:
+    first, second = BudgetError("First."), BudgetError("Second.")
+    first.add_note("in step 3")
+    pass_notes(first, second)
+    pass_notes(first, second)
+    pass_notes(first, first)
+    assert second.__notes__ == first.__notes__ == ["What to do: docs/errors.md#budgeterror", "in step 3"]
 
 
 def test_an_infeasible_budget_is_told_with_the_op_and_every_number() -> None:

@@ -282,8 +282,8 @@ def _as_ran(experiment: Experiment, samples: Samples, plain: Fitted | None) -> t
     if mine < best and not any(failed > size for failed in samples.failed):
         return "unknown", ()
     why = (
-        f"There are no lines to compare: the verdict is by the largest batches that ran, {mine:.4g} samples/s at {size} "
-        f"and plain training's {base:.4g} at {other}"
+        f"There are no lines to compare: the verdict is by the largest batches that ran, {mine:.4g} samples/s at "
+        f"{size} and plain training's {base:.4g} at {other}"
     )
     if mine < best:
         fastest = max(number / seconds for number, seconds in samples.seconds.items())

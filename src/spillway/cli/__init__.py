@@ -57,4 +57,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         app(arguments)
     except SpillwayError as error:
         print(on_one_line(f"spillway: {error}"), file=sys.stderr)
+        if error.page:
+            print(f"spillway: what to do: {error.page}", file=sys.stderr)
         sys.exit(1)

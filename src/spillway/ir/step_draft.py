@@ -63,14 +63,14 @@ class Draft:
 
     def add(
         self, before: int, name: str, phase: Phase, reads: Sequence[ValueId], creates: Sequence[ValueId], *,
-        module: str = "", flops: int = 0, traffic: Bytes = 0, seconds: float | None = None, seeded: bool = False,
+        module: str = "", flops: int = 0, traffic: Bytes = 0, shape: tuple[int, ...] = (), seconds: float | None = None, seeded: bool = False,
         replayable: bool = True,
     ) -> Position:  # fmt: skip
         """Add an op before one of the step; where it stands."""
         position = (before, len(self._added[before]))
         self._added[before].append(
             Op(number=0, name=name, phase=phase, reads=tuple(dict.fromkeys(reads)), creates=tuple(creates),
-               seconds=seconds, seeded=seeded, replayable=replayable, module=module, flops=flops, traffic=traffic)
+               seconds=seconds, seeded=seeded, replayable=replayable, module=module, flops=flops, traffic=traffic, shape=shape)
         )  # fmt: skip
         for number in (*reads, *creates):
             self._name(number, position)

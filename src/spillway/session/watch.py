@@ -67,6 +67,10 @@ SAMPLES: Final = 400
 """And too little by one part in so many: the engine keeps samples of what blocks are called with, which no op makes."""
 
 
+GROWS: Final = 4
+"""A backward that makes a graph of itself may take so many times what the forward has left, and go back through it."""
+
+
 HOLDING: Final = (Action.KEEP, Action.SELECTIVE)
 """What can be revoked to make room."""
 RETURNING: Final = (Action.OFFLOAD, Action.SELECTIVE_OFFLOADED, Action.COMPRESS_OFFLOADED)
@@ -150,7 +154,11 @@ class Foresight(Protocol):
         told, or is known to be allowed above this level."""
 
     def pages(self, level: Bytes, call: Call) -> bool:
-        """Whether every op of the step is watched from here on, and nobody is told of its seams any more."""
+        """Whether every op of the step is watched from here on, where a forward begins that is not known to fit, and
+        nobody is told of its seams any more."""
+
+    def page_from_here(self) -> bool:
+        """The same, where it is known not to fit."""
 
     @property
     def state(self) -> Bytes:
@@ -239,6 +247,8 @@ class StepWatch:
         """The level at which the latest forward began, and how it was called."""
         self._died: Bytes = 0
         """Of the gradients that were there when the latest forward began, given up since."""
+        self._left = False
+        """Whether every op of the step is watched by now, and what seams tell is nobody's business."""
         self._marks.append(Mark("step", -1, -1, time.perf_counter()))
 
     # ------------------------------------------------------------------------------------------------- while it runs
@@ -264,7 +274,7 @@ class StepWatch:
             self._begins_with = self._level_here(resident), self._foresight.call(called)
             self._died = 0
             expects = planned and decision.plan.projected > 0
-            if self.unmeasured and not expects and len(self.passes) == 1 and self._foresight.pages(*self._begins_with):
+            if self.unmeasured and not expects and self._foresight.pages(*self._begins_with):
                 return
             if self.unmeasured and not planned and decision.plan.only_recomputes:
                 self._foresee(*self._begins_with)
@@ -307,10 +317,36 @@ class StepWatch:
             if rise is None or 10 * (level + rise) > 11 * smallest:
                 return  # it depends on the loss what is enough: that is measured, and named before anything is updated
             smallest = max(smallest, level + rise)
-        self._refuse(level + least, self._engine.begun, smallest, exact=True)
+        if not self._foresight.page_from_here():
+            self._refuse(level + least, self._engine.begun, smallest, exact=True)
 
     def _action_of(self, block: str, call: int) -> Action:
         return self.passes[-1].decision.plan.action(self._engine.begun) if self.passes else Action.KEEP
+
+    def graph_grows(self) -> bool:
+        """A backward begins that makes a graph of itself, so that what blocks are recomputed to is held beside what it
+        makes. Whether it may need more than there is, since no step like this one was measured."""
+        self._goes_on("g")
+        level = self._taken()
+        return self.unmeasured and level + GROWS * (level - self._start) > self._budget.allowed
+
+    def leave(self) -> bool:
+        """Every op is to be watched from here on: what blocks hold is given up, to be recomputed storage by storage.
+
+        Returns whether that may be done: not within a backward, nor after the budget was passed, nor while something
+        waits elsewhere that the block engine itself would bring back.
+        """
+        if self._left or _in_backward() or self._engine.running:
+            return self._left
+        windows = self._trace.so_far() if self._trace is not None else []
+        if not windows or self._start + max(window.peak for window in windows) > self._budget.allowed:
+            return False
+        ended = [call for one in self.passes for call in one.ended.values()]
+        self._engine.settle()
+        for call in ended:
+            call.revoke()
+        self._left = all(call.there[1] for call in ended) and not self._engine.arrived_bytes
+        return self._left
 
     def forward_is_over(self) -> None:
         """Keep what the engine is about to forget."""
@@ -352,6 +388,8 @@ class StepWatch:
 
     def _backward_reaches(self, of: int, number: int) -> None:
         """What was recomputed comes back."""
+        if self._left:
+            return
         self._mark("reached", number, of=of)
         one = self.passes[of]
         plan = one.decision.plan
@@ -439,6 +477,8 @@ class StepWatch:
             level = self._start + windows[-1].level
         update = level + needs.state + needs.working
         if max(peak, update) > self._budget.allowed:
+            if peak <= self._budget.allowed and self._foresight.page_from_here():
+                return
             # The next step begins with the state that this one adds.
             self._refuse(max(peak, update), self._engine.begun, max(peak + needs.state, update), exact=bool(windows))
 
@@ -674,7 +714,7 @@ class StepWatch:
     def samples(self) -> list[tuple[Pass, StepSample, list[BlockSample]]]:
         """What a traced step has to tell of each of its passes that went backward."""
         latest = 0
-        if not self.traced:
+        if not self.traced or "g" in self.path:  # nor of one through a graph that a backward has made
             return []
         for mark in self._marks:
             latest = max(latest, mark.of)

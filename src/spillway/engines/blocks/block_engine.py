@@ -366,6 +366,11 @@ class BlockEngine:
         return self._reports
 
     @property
+    def running(self) -> bool:
+        """Whether a block runs now, for the first time or again."""
+        return not self._runtime.runs_nothing
+
+    @property
     def begun(self) -> int:
         """How many calls have begun since the model's forward last began."""
         return len(self._reports)

@@ -8,18 +8,15 @@ a given. When a node runs again, those of its ops do that lead to its data and c
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Final, final
+from typing import final
 
 from spillway.ir import Phase, Step
 from spillway.ir.lives import Life, lives_of
 from spillway.ir.step import StorageId, ValueId
 from spillway.units import Bytes, Seconds
-
-NO_STORAGE: Final = -1
 
 
 @final
@@ -74,29 +71,22 @@ class Graph:
     nodes: tuple[Node, ...]
     data: tuple[Datum, ...]
 
-    @property
-    def coarsened(self) -> bool:
-        """Whether some node is more than one op."""
-        return len(self.nodes) < len(self.step.ops)
-
     def finals(self) -> dict[StorageId, ValueId]:
         """The last value of every storage: what one of a datum holds once its maker has run."""
         return {value.storage: value.id for value in self.step.values}
 
 
-def graph_of(step: Step, most_nodes: int, *, backward_again: bool = True) -> Graph:
-    """The step as at most `most_nodes` nodes, or as few as phases and writes in place allow.
+def graph_of(step: Step, *, backward_again: bool = True) -> Graph:
+    """The step with as many nodes as writes in place allow.
 
-    Ops that write to one activation are in one node with all ops between them. Of the rest, neighbours within forward,
-    backward or optimizer are merged: updates first, then those that take least time together. Without `backward_again`
-    only nodes of the forward run again.
+    Ops that write to one activation are in one node with all ops between them. Without `backward_again` only nodes of
+    the forward run again.
     """
     lives = lives_of(step)
-    ends = _merged(step, _units(step, lives, most_nodes), most_nodes)
-    return _Builder(step, lives, ends, backward_again).graph()
+    return _Builder(step, lives, _units(step, lives), backward_again).graph()
 
 
-def _units(step: Step, lives: Sequence[Life], most_nodes: int) -> list[int]:
+def _units(step: Step, lives: Sequence[Life]) -> list[int]:
     """Ends of the smallest intervals that may be nodes: no phase changes within, no activation is written across."""
     ops = len(step.ops)
     joined = [False] * (ops + 1)
@@ -110,44 +100,11 @@ def _units(step: Step, lives: Sequence[Life], most_nodes: int) -> list[int]:
         fleeting = not (info.present_at_start or info.present_at_end)
         same = all(step.ops[op].phase is step.ops[first].phase for op in range(first, last + 1)) if fleeting else False
         # What is written to from far apart, as a sum of gradients may be, is not worth a node as long as that.
-        if same and last - first <= max(ops // max(most_nodes, 1), 1) * 2:
+        if same and last - first <= 2:
             for op in range(first, last):
                 joined[op + 1] = True
     changes = {op.number for op, before in zip(step.ops[1:], step.ops, strict=False) if op.phase is not before.phase}
     return [end for end in range(1, ops + 1) if end == ops or end in changes or not joined[end]]
-
-
-def _merged(step: Step, ends: list[int], most_nodes: int) -> list[int]:
-    """Merge neighbours until there are few enough, the shortest pair first."""
-    starts = [0, *ends[:-1]]
-    seconds = {start: sum(step.ops[op].seconds or 0.0 for op in range(start, end))
-               for start, end in zip(starts, ends, strict=True)}  # fmt: skip
-    after = dict(zip(starts, ends, strict=True))
-    before = {end: start for start, end in after.items()}
-
-    def cost(start: int, end: int) -> float:
-        # Updates leave nothing to choose: they are one node before anything else is merged.
-        return 0.0 if step.ops[start].phase is Phase.OPTIMIZER else seconds[start] + seconds[end]
-
-    def pair(start: int) -> tuple[float, int, int] | None:
-        end = after.get(start, NO_STORAGE)
-        if end not in after or step.ops[end].phase is not step.ops[start].phase:
-            return None
-        return cost(start, end), start, end
-
-    heap = [found for start in starts if (found := pair(start))]
-    heapq.heapify(heap)
-    while heap and len(after) > most_nodes:
-        both, start, middle = heapq.heappop(heap)
-        if after.get(start) != middle or middle not in after or cost(start, middle) != both:
-            continue
-        after[start] = end = after.pop(middle)
-        before[end] = start
-        seconds[start] += seconds.pop(middle)
-        for changed in (start, before.get(start, NO_STORAGE)):
-            if found := pair(changed):
-                heapq.heappush(heap, found)
-    return sorted(after.values())
 
 
 class _Builder:

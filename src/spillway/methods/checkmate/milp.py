@@ -12,14 +12,12 @@ the relaxation is tighter.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from math import inf, isfinite
 from typing import Any, Final, final
 
 import numpy as np
 
-from spillway.ir import Phase
 from spillway.methods.absent_bytes import load_solver
 from spillway.methods.checkmate.graph import Graph
 from spillway.units import Bytes, Seconds
@@ -44,7 +42,7 @@ class Answer:
     run: frozenset[tuple[int, int]]
     """Stages and nodes that run then, beside the stage's own node; empty without a solution."""
     keep: dict[tuple[int, int], float]
-    """How much of a datum is kept into a stage; 0 and 1 but for a relaxation. Empty without a solution."""
+    """Which data are kept into which stages, as 0 and 1. Empty without a solution."""
     bound: Seconds
     """No plan of this graph takes less."""
 
@@ -146,89 +144,41 @@ class Program:
     def _at_most(self, terms: Terms, bound: float) -> None:
         self.rows.append((terms, -inf, bound))
 
-    def solve(self, time_limit: Seconds, *, relaxed: bool = False) -> Answer:
-        """Solve it, or its relaxation, within about `time_limit` seconds."""
+    def solve(self, time_limit: Seconds, *, below: Seconds = inf) -> Answer:
+        """Solve it within about `time_limit` seconds, for schedules that take less than `below`: HiGHS takes no
+        schedule to begin with, as Gurobi does, and prunes by this instead."""
         optimize, sparse = load_solver("Checkmate")
         cells = [(row, variable, factor) for row, (terms, _, _) in enumerate(self.rows) for variable, factor in terms]
         rows, columns, factors = zip(*cells, strict=True)
         matrix = sparse.csr_matrix((factors, (rows, columns)), shape=(len(self.rows), self.count))
         scale = sum(node.seconds for node in self.graph.nodes) or 1.0
+        cost = np.array(self.cost) / scale
         found = optimize.milp(
-            np.array(self.cost) / scale,
-            integrality=np.zeros(self.count) if relaxed else np.array(self.binary),
+            cost,
+            integrality=np.array(self.binary),
             bounds=optimize.Bounds(np.array(self.lower), np.array(self.upper)),
-            constraints=optimize.LinearConstraint(
-                matrix, np.array([low for _, low, _ in self.rows]), np.array([high for _, _, high in self.rows])
-            ),
+            constraints=[
+                optimize.LinearConstraint(
+                    matrix, np.array([low for _, low, _ in self.rows]), np.array([high for _, _, high in self.rows])
+                ),
+                optimize.LinearConstraint(cost[np.newaxis], -inf, below / scale),
+            ],
             options={"time_limit": max(time_limit, 0.1), "mip_rel_gap": GAP},
         )
-        return self._answer(found, scale, relaxed)
+        return self._answer(found, scale)
 
-    def _answer(self, found: Any, scale: float, relaxed: bool) -> Answer:
+    def _answer(self, found: Any, scale: float) -> Answer:
         plain = sum(node.seconds for node in self.graph.nodes)
         if found.status == INFEASIBLE:
             return Answer(status=INFEASIBLE, run=frozenset(), keep={}, bound=inf)
         status = OPTIMAL if found.status == OPTIMAL else LIMIT
-        bound = plain
-        if relaxed and status == OPTIMAL:
-            bound = found.fun * scale
-        elif not relaxed and found.mip_dual_bound is not None and isfinite(found.mip_dual_bound):
-            bound = found.mip_dual_bound * scale
+        proven = found.mip_dual_bound
+        bound = proven * scale if proven is not None and isfinite(proven) else plain
         if found.x is None:
             return Answer(status=LIMIT, run=frozenset(), keep={}, bound=max(bound, plain))
         runs = frozenset(key for key, variable in self.run.items() if key[0] != key[1] and found.x[variable] > 0.5)
         keeps = {key: float(found.x[variable]) for key, variable in self.keep.items()}
         return Answer(status=status, run=runs, keep=keeps, bound=max(bound, plain))
-
-    def rounded(self, keep: dict[tuple[int, int], float], threshold: float) -> Answer | None:
-        """Section 5: keep what is kept by more than `threshold`, and run again what that leaves missing."""
-        kept = {key for key, share in keep.items() if share > threshold}
-        kept |= {key for key in keep if self.graph.nodes[self.graph.data[key[1]].maker].last_again < key[0]}
-        again: set[tuple[int, int]] = set()
-        for stage in range(len(self.graph.nodes)):
-            if not all(self._demand(stage, index, kept, again) for index in self._wanted(stage, kept)):
-                return None
-        return Answer(status=LIMIT, run=frozenset(again), keep=dict.fromkeys(kept, 1.0), bound=0.0)
-
-    def checkpoints(self) -> Iterator[dict[tuple[int, int], float]]:
-        """Schedules that need no solver, and compete with what it finds in time: Chen et al., arXiv:1604.06174.
-
-        For every length from 2 nodes to the whole forward, what is kept if the last node of each segment of the forward
-        is, and the others run again segment by segment.
-        """
-        graph = self.graph
-        forward = sum(graph.step.ops[node.first].phase is Phase.FORWARD for node in graph.nodes)
-        for length in range(2, forward + 1):
-            comes_back = _first_wanted(graph, forward, length)
-            kept: dict[tuple[int, int], float] = {}
-            for stage, index in self.keep:
-                datum = graph.data[index]
-                stays = datum.maker >= forward or datum.maker % length == length - 1
-                used = max((reader for reader in datum.readers if reader < forward), default=0)
-                kept[stage, index] = float(stays or stage <= used or stage > comes_back[datum.maker // length])
-            yield kept
-
-    def _wanted(self, stage: int, kept: set[tuple[int, int]]) -> Iterator[int]:
-        yield from self.graph.nodes[stage].reads
-        yield from (
-            index
-            for index, datum in enumerate(self.graph.data)
-            if (stage + 1, index) in kept and datum.maker < stage
-        )  # fmt: skip
-
-    def _demand(self, stage: int, index: int, kept: set[tuple[int, int]], again: set[tuple[int, int]]) -> bool:
-        """Have the datum there in the stage; False if its maker cannot run again."""
-        wanted = [index]
-        while wanted:
-            datum = wanted.pop()
-            maker = self.graph.data[datum].maker
-            if (stage, datum) in kept or (stage, maker) in again or maker == stage:
-                continue
-            if (stage, maker) not in self.run:
-                return False
-            again.add((stage, maker))
-            wanted += self.graph.nodes[maker].reads
-        return True
 
 
 def _useful_until(graph: Graph) -> list[int]:
@@ -239,14 +189,3 @@ def _useful_until(graph: Graph) -> list[int]:
             again = graph.nodes[reader].last_again
             until[index] = max(until[index], *(min(until[d], again) for d in graph.nodes[reader].makes), 0)
     return until
-
-
-def _first_wanted(graph: Graph, forward: int, length: int) -> dict[int, int]:
-    """By segment, the first stage behind the forward that reads anything of it that is not kept."""
-    found: dict[int, int] = {}
-    for datum in graph.data:
-        if datum.maker < forward and datum.maker % length != length - 1:
-            wanted = min((reader for reader in datum.readers if reader >= forward), default=len(graph.nodes))
-            segment = datum.maker // length
-            found[segment] = min(found.get(segment, wanted), wanted)
-    return {segment: found.get(segment, len(graph.nodes)) for segment in range(forward // length + 1)}

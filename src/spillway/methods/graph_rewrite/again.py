@@ -94,7 +94,7 @@ def run_again(run: SecondRun, packer: Packer) -> None:
             made.append(now[value])
         draft.add(
             run.before, op.name, Phase.BACKWARD, [now.get(value, value) for value in op.reads], made, module=op.module,
-            flops=op.flops, traffic=op.traffic, seconds=op.seconds, seeded=op.seeded, replayable=op.replayable,
+            flops=op.flops, traffic=op.traffic, shape=op.shape, seconds=op.seconds, seeded=op.seeded, replayable=op.replayable,
         )  # fmt: skip
     for value in run.wanted:
         packer.stand_in(copies[step.values[value].storage], now[value], value, blocks.reads(value, run.call))

@@ -51,8 +51,8 @@ class Options:
     """Bytes that stay free below what is available. Paper: 0.5 to 1 GB for fragmentation, in the public scripts up to
     16. Because what is counted here is simulated (`checks_peak`) and what is not is corrected (`corrects`)."""
     interval: int = 1
-    """Sizes are rounded up to multiples of this, and share a plan. Paper: 5 for text, 100 for pictures. Because `similar`
-    takes its place. The number of samples of `batched` is not rounded."""
+    """Sizes are rounded up to multiples of this, and share a plan. Paper: 5 for text, 100 for pictures. Because
+    `similar` takes its place. The number of samples of `batched` is not rounded."""
     similar: float = 0.02
     """Where `interval` is 1: sizes that are at most about this share apart have one plan, that of the largest of them
     which was seen; 0 for a plan of every size. Paper: none, sizes are rounded. Because a share wastes the same at every

@@ -51,7 +51,7 @@ class _Deaf:
 
 
 @final
-class FoundSteps:
+class AutomaticSteps:
     """A session whose steps begin and end by themselves. A context manager that closes it.
 
     Arguments:
@@ -75,7 +75,7 @@ class FoundSteps:
         models: list[torch.nn.Module] = several(model, torch.nn.Module)
         optimizers: list[torch.optim.Optimizer] = [unwrapped(one) for one in several(optimizer, torch.optim.Optimizer)]
         if not optimizers:
-            raise UsageError("The end of a step is found by its update: give FoundSteps the optimizer as well.")
+            raise UsageError("The end of a step is found by its update: give AutomaticSteps the optimizer as well.")
         self.session: Session = manage(models, optimizers, **options)
         """With `history`, one report per step."""
         self._when_ended = when_ended
