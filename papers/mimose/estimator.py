@@ -291,11 +291,11 @@ def _from_allocator(answers: Mapping[tuple[int, int], float], found: Measured) -
 def _checks(result: Result) -> Iterator[Check]:
     for row in result.rows:
         name, paper = row["task"], row.get("paper_error")
-        if row["sizes"] == EVEN and row["regressor"] == OURS:
+        if row.get("sizes", EVEN) == EVEN and row["regressor"] == OURS:
             apart = row["allocator"]
             yield Check(what=f"{name}: estimates that are not exact to the byte", measured=row["inexact"])
             yield Check(what=f"{name}: distance from the allocator's bytes", measured=apart, at_most=row["at_most"])
-        elif row["sizes"] == COMING and paper is not None and row["regressor"] not in EXACT:
+        elif row.get("sizes") == COMING and paper is not None and row["regressor"] not in EXACT:
             yield Check(
                 what=f"{name}: {row['regressor']}, {row['samples']} samples: of its error and the paper's the larger, "
                 "times the smaller",
@@ -326,8 +326,8 @@ NOTES: Final = (
     "(MC-Roberta, four endings each). Even steps: those learned from are drawn evenly by chance, the others in even "
     "steps, both ends among them. As in an epoch: both are drawn from a bell whose three sigmas reach the ends; means "
     "over several such epochs, and the least and the most of one. ResNet and Swin by pixels along a side. Models have "
-    "the paper's width, the text ones 2 of their 12 layers, which are alike, and 1 or 2 samples for the paper's 12 to 32: bytes grow in proportion. ResNet-50 and "
-    "Swin-T are half and a third as wide.",
+    "the paper's width, the text ones 2 of their 12 layers, which are alike, and 1 or 2 samples for the paper's 12 to "
+    "32: bytes grow in proportion. ResNet-50 and Swin-T are half and a third as wide.",
     "Error: mean over all blocks and unseen sizes of the distance from what the engine counts, in each block's bytes. "
     "From allocator: all blocks together, the worst size, beside what torch's allocator got back as one block after "
     "the other was given up (torch.profiler, exact) and its result was still held: as in the paper, that is not the "

@@ -419,16 +419,16 @@ COLUMNS: Final = (
 NOTES: Final = (
     "Steps may take 12.8 GB, 80 % of the device, as in the published scripts. Throughput is the column `ips`, as in "
     "the paper; for BERT it is up to 20 % below batch over batch time. Of rows about the same step the last counts.",
-    "Average throughput: held against the paper's are averages of maxima, which its text speaks of. But its 46.1 % and "
-    "50.6 %, and its 43.6 % to 0.1 points, are what averages of the throughput at each method's largest batch come to, over plain training's at its own. Of maxima, as its text has "
-    "it, they are 48.8, 51.1 and 42.9 %. The 75.35 of Swin with quantization is such a number too (batch 92; the "
-    "maximum is 75.91 at 88), and the 76.86 of checkpointing beside it a maximum. Swin's 76.6 % lies between both "
-    "readings. GPT's 64.4 % is neither: the file has 50.84, 71.25, 26.21 and 69.30 of 88.89 samples/s, and no subset "
-    "of them has that average.",
+    "Average throughput: held against the paper's are averages of maxima, which its text speaks of. But its 46.1 % "
+    "and 50.6 %, and its 43.6 % to 0.1 points, are what averages of the throughput at each method's largest batch "
+    "come to, over plain training's at its own. Of maxima they are 48.8, 51.1 and 42.9 %. The 75.35 of Swin with "
+    "quantization is such a number too (batch 92; the maximum is 75.91 at 88), and the 76.86 of checkpointing beside "
+    "it a maximum. Swin's 76.6 % lies between both readings. GPT's 64.4 % is neither: the file has 50.84, 71.25, "
+    "26.21 and 69.30 of 88.89 samples/s, and no subset of them has that average.",
     "ResNet by depth (280) stands in the file, with quantization (L1) at 37.90 against 37.02 samples/s; at 248 layers"
     " it is 46.09 against 48.67. By width 224 and 256 were measured, not the paper's 248. GPT by layers stands in a "
-    "file of its own, where recomputing was measured from 24 layers on and is foretold for fewer. GPT by width and the runs "
-    "on several GPUs (1.7 times on 8) are in neither.",
+    "file of its own, where recomputing was measured from 24 layers on and is foretold for fewer. GPT by width and the "
+    "runs on several GPUs (1.7 times on 8) are in neither.",
     "Foretold: a line through a quarter of the batch sizes, drawn at random without the three smallest as the "
     "published scripts do, at least two, for peaks and for times; its highest throughput at 12.8 GB beside the "
     "highest measured of the batch sizes left out. Plain BERT with 36 and 48 layers ran beyond that, to 14.2 and 14.0"
