@@ -204,8 +204,9 @@ def _of_step(step: Forecast, length: int, recomputed: frozenset[int]) -> StepSam
 
 
 def _planning(blocks: int, size: Size, *, alike: bool) -> list[Row]:
-    """Every length once with a budget of its own between the extremes, new and then remembered, round after round."""
-    mimose = trained(blocks, Options(), (41, 67, 90, 122, 151, 200, 288, 310), alike=alike)
+    """Every length once with a budget of its own between the extremes, new and then remembered, round after round.
+    Similar lengths share no plan here: each would make another one's anew."""
+    mimose = trained(blocks, Options(similar=0.0), (41, 67, 90, 122, 151, 200, 288, 310), alike=alike)
     questions = _questions(mimose, size.plans)
     misses: list[Seconds] = []
     hits: list[Seconds] = []
