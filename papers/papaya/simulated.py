@@ -305,8 +305,8 @@ def _notes(name: str, rows: Sequence[Row], answers: Sequence[Advice], explained:
         told = ", ".join(f"{tau:.2f}" for tau in taus if tau is not None)
         yield (
             f"{name}: Kendall's tau as simulated, with the published fixed time, and with all that is known to differ, "
-            f"this one without plain and compress: {told}. Published packing takes {explained.packing:.1f} times as long a sample. Here {mine}; published "
-            f"{' > '.join(row['method'] for row in paper)}."
+            f"this one without plain and compress: {told}. Published packing takes {explained.packing:.1f} times as "
+            f"long a sample. Here {mine}; published {' > '.join(row['method'] for row in paper)}."
         )
     pays = [row.method for row in answers if row.verdict == "pays"]
     yield f"{name}: pays by the simulated model: {', '.join(pays) or 'nothing'}."
