@@ -325,9 +325,9 @@ NOTES: Final = (
     "Lengths of the paper's ranges: QQP 30 to 332 (TC-Bert), SQuAD 153 to 512 (QA-Bert, QA-XLNet), SWAG 35 to 141 "
     "(MC-Roberta, four endings each). Even steps: those learned from are drawn evenly by chance, the others in even "
     "steps, both ends among them. As in an epoch: both are drawn from a bell whose three sigmas reach the ends; the "
-    "median of 21 such epochs, and the least and the most of them: the paper has one. ResNet and Swin by pixels along a side. Models have "
-    "the paper's width, the text ones 2 of their 12 layers, which are alike, and 1 or 2 samples for the paper's 12 to "
-    "32: bytes grow in proportion. ResNet-50 and Swin-T are half and a third as wide.",
+    "median of 21 such epochs, and the least and the most of them: the paper has one. ResNet and Swin by pixels along "
+    "a side. Models have the paper's width, the text ones 2 of their 12 layers, which are alike, and 1 or 2 samples "
+    "for the paper's 12 to 32: bytes grow in proportion. ResNet-50 and Swin-T are half and a third as wide.",
     "Error: mean over all blocks and unseen sizes of the distance from what the engine counts, in each block's bytes. "
     "From allocator: all blocks together, the worst size, beside what torch's allocator got back as one block after "
     "the other was given up (torch.profiler, exact) and its result was still held: as in the paper, that is not the "

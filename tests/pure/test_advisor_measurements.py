@@ -468,8 +468,8 @@ def test_of_methods_without_lines_the_one_that_is_faster_at_its_largest_batch_pa
     row = without_lines({4: 1.0}, {4: 1.2, 16: 3.0}, plain_failed=8)
     assert (row.verdict, row.sure, row.predicted) == ("pays", None, None)
     assert row.warnings[-1] == (
-        "There are no lines to compare: the verdict is by the largest batches that ran, 5.333 samples/s at 16 and plain "
-        "training's 4 at 4."
+        "There are no lines to compare: the verdict is by the largest batches that ran, 5.333 samples/s at 16 and "
+        "plain training's 4 at 4."
     )
     assert without_lines({4: 1.0}, {16: 3.0}).warnings[-1].endswith("at 4, of which no larger one was tried.")
 

@@ -34,7 +34,8 @@ class Options:
     """Whether the first step is a sample of the whole model. Paper: no, because optimizer state and what libraries take
     come into being in it. Here peaks end where the optimizer begins, and count tensors alone."""
     forwards: Literal[1, 2] = 1
-    """How often a block's forward runs to be measured. Paper: 2, one with everything saved and one without (Fig. 7).
+    """How often a block's forward runs to be measured. Paper: 2, one with everything saved and one without (Fig. 7):
+    bytes are then those that the first one made and left, its result apart, of calls that the data filter lets count.
     Because bytes can be counted as they are handed to autograd, and let go at once."""
     exact_bytes: bool = True
     """Whether exact polynomials are looked for, of the size or of how many whole windows of it there are. Paper: least
