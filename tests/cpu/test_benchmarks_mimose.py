@@ -184,7 +184,7 @@ def test_a_trace_leaves_out_what_was_there_before_it_began() -> None:
 def test_mimose_detection_splits_the_published_run_by_what_could_have_held() -> None:
     shared("data/mimose/detection_r101_run1.csv")
     benchmark = named("mimose_detection")
-    result = benchmark.run(benchmark.full, lambda text: None)
+    result = benchmark.measured(benchmark.full, lambda text: None)
     rows = [[row[key] for key in ("steps", "over", "told", "passed")] for row in result.rows]
     assert rows == [[29, 21, 21, 21], [133, 133, 133, 133], [24, 24, 0, 1], [19, 19, 19, 19]]
     assert all(check.met for check in result.checks)
@@ -197,5 +197,5 @@ def test_without_the_trace_there_is_nothing_to_show(tmp_path: Path) -> None:
 
 
 def test_a_result_without_pictures_is_written_without() -> None:
-    data: dict[str, Any] = show.document("x", Result(title="t", columns=[], rows=[], checks=[]), {}, [], 1.0)
+    data: dict[str, Any] = show.document("x", Result(title="t", columns=[], rows=[]), {}, [], 1.0)
     assert data["pictures"] == []

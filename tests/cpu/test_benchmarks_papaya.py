@@ -158,11 +158,9 @@ def test_the_recommended_method_is_held_against_every_trial_at_any_batch() -> No
     assert here.behind([tried], here._largest, [tried.throughput]) == 0
     assert here.behind([tried], here._largest, [tried.fastest]) == pytest.approx(0.75)
     assert here.behind([tried], here._taken, [tried.fastest]) == 0
-    checks = {check.what.rpartition("slower than the ")[2]: check for check in here._checks("bent", [tried])}
-    assert checks["best one at its largest batch"].met
-    assert checks["fastest trial of any method at any batch"].met
-    *_, held = here._checks("bent", [replace(tried, taken=tried.there)])
-    assert not held.met, "at its largest batch"
+    assert max(here.behind_of([tried]).values()) <= here.RECOMMENDED
+    *_, held = here.behind_of([replace(tried, taken=tried.there)]).values()
+    assert held > here.RECOMMENDED, "at its largest batch"
     assert tried.left_out.count == len(campaign.samples("plain").off_line) > 0
 
 
@@ -312,7 +310,7 @@ def test_implications_are_held_against_where_and_in_which_order_methods_pay() ->
     ]
     assert missed(right, later) == of_compress, "compression has the gains of checkpoints as published ones here"
     assert missed(right, right) == []
-    for wrong in ("compression pays before", "gains on the other side"):
+    for wrong in ("compression pays earlier", "gains on the other side"):
         assert any(wrong in what for what in missed([0.6, 0.7, 0.9, 1.02], right))
     assert any("off the published 34" in what for what in missed([1.05, 1.1, 1.2, 1.3], [1.0, 1.1, 1.2, 1.3]))
     assert missed(right, right, 2.59) == ["devices: gain of checkpoints on 8, off the published 1.739"]

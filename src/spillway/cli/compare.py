@@ -39,6 +39,7 @@ from spillway.simulation.sweep import (
     compare,
     missing_sentence,
     parse_methods,
+    spread_sentence,
     sweep_problem_of,
 )
 from spillway.units import format_bytes, format_seconds
@@ -57,9 +58,7 @@ def compare_(
     plan_seconds: Annotated[
         float, typer.Option(min=0.1, help="How long a planner that searches, as checkmate does, may take for a plan.")
     ] = 30.0,
-    bound_seconds: Annotated[
-        float, typer.Option(min=0.0, help="How long the lower bound of a budget may take; 0 for no bounds.")
-    ] = 10.0,
+    bounds: Annotated[bool, typer.Option(help="A lower bound of what only recomputes, under each budget.")] = True,
     processes: Annotated[
         int | None, typer.Option(min=1, help="How many work at a time.", show_default="as many as processors")
     ] = None,
@@ -83,11 +82,9 @@ def compare_(
     wanted = parse_budgets(budgets, problem.plain_peak, problem.device.memory)
     tell_shares(budgets, problem.device.name, problem.device.memory)
     if json and output is None and png is None:
-        bound_seconds = 0.0  # nobody would see them
-    total = len(cells_of(names, wanted, bounds=bound_seconds > 0))
-    coming = compare(
-        problem, names, wanted, plan_seconds=plan_seconds, bound_seconds=bound_seconds, processes=processes
-    )
+        bounds = False  # nobody would see them
+    total = len(cells_of(names, wanted, bounds=bounds))
+    coming = compare(problem, names, wanted, plan_seconds=plan_seconds, bounds=bounds, processes=processes)
     found, whole = _collect(coming, total)
     comparison = Comparison.of(problem, names, wanted, found)
     for path, write_to in ((output, write_page), (png, write_png)):
@@ -140,17 +137,17 @@ def _print(comparison: Comparison, written: Sequence[Path]) -> None:
     for budget in comparison.budgets:
         share = 100 * budget / (problem.plain_peak or 1)
         table.add_column(f"{share:.3g} %\n{format_bytes(budget)}", justify="right")
-    cells = {(row.method, row.budget_bytes): times_plain(row) for row in comparison.rows}
+    cells = {(row.method, row.budget_bytes): _cell(row) for row in comparison.rows}
     for method in comparison.methods:
         table.add_row(method, *(cells.get((method, budget), "") for budget in comparison.budgets))
     if comparison.bounds:
         table.add_section()
         plain = problem.plain_seconds
-        relaxed = {
-            bound.budget_bytes: f"LP {bound.seconds / plain if plain else 1.0:.3f}"
-            if bound.kind == "relaxation" else "plain" for bound in comparison.bounds
-        }  # fmt: skip
-        table.add_row("lower bound", *(relaxed.get(budget, "") for budget in comparison.budgets))
+        least = {
+            bound.budget_bytes: f"{bound.seconds / plain if plain else 1.0:.3f}" if bound.kind == "cut" else "plain"
+            for bound in comparison.bounds
+        }
+        table.add_row("lower bound", *(least.get(budget, "") for budget in comparison.budgets))
     say(
         console,
         f"{problem.workload} on {problem.device.name}, simulated: seconds as a multiple of the plain step's "
@@ -160,7 +157,8 @@ def _print(comparison: Comparison, written: Sequence[Path]) -> None:
     for row in comparison.rows:
         if row.remark:
             say(console, f"{row.method} under {format_bytes(row.budget_bytes)}: {row.remark}")
-    for line in (problem.costs, bound_sentence(comparison) if comparison.bounds else "", missing_sentence(comparison)):
+    bounds = bound_sentence(comparison) if comparison.bounds else ""
+    for line in (problem.costs, spread_sentence(problem), bounds, missing_sentence(comparison)):
         if line:
             say(console, line)
     for path in written:
@@ -170,3 +168,10 @@ def _print(comparison: Comparison, written: Sequence[Path]) -> None:
 def times_plain(row: Row) -> str:
     """A cell of the table: times the plain step, or how it ended otherwise."""
     return row.status if row.overhead is None else f"{row.overhead:.3f}"
+
+
+def _cell(row: Row) -> str:
+    """The same, and below it between what 80 % lie, where that says more."""
+    ends = row.overhead_range
+    told = "" if ends is None else f"{ends[0]:.2f}-{ends[1]:.2f}"
+    return times_plain(row) + (f"\n{told}" if ends is not None and f"{ends[0]:.2f}" != f"{ends[1]:.2f}" else "")

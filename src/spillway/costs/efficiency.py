@@ -7,8 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from types import MappingProxyType
-from typing import Final, TypeAlias, final
+from typing import TypeAlias, final
 
 from spillway.errors import UsageError
 

@@ -32,9 +32,9 @@ OF_SUM: Final = 6.0
 """Weight of the sum of a group's seconds, where an op's is about 1."""
 LONG: Final = 0.5
 """Of an op's weight, what goes by its share of the seconds."""
-ROUNDS: Final = 60
+ROUNDS: Final = 30
 _STEP: Final = 1e-4
-_TOLERANCE: Final = 1e-7
+_TOLERANCE: Final = 1e-5
 _SIZES: Final = ("columns", "inner", "waves", "winograd_columns", "winograd_inner", "channels")
 _RATES: Final = ("compute", "memory", "half")
 
@@ -59,6 +59,8 @@ class LeftOut:
 
     name: str
     """Of the group."""
+    by: Efficiency
+    """Fitted to the others."""
     seconds: Seconds
     """All its ops, measured."""
     foretold: Seconds
@@ -103,7 +105,7 @@ def leave_one_out(groups: Sequence[Timed], device: Device, usual: Efficiency = P
         mine, theirs = Reckoned(group.works, device).seconds(by), numpy.array(group.seconds)
         found.append(
             LeftOut(
-                name=group.name, seconds=float(theirs.sum()), foretold=float(mine.sum()),
+                name=group.name, by=by, seconds=float(theirs.sum()), foretold=float(mine.sum()),
                 error=float(numpy.median(numpy.abs(mine / theirs - 1))), ratios=tuple((theirs / mine).tolist()),
             )
         )  # fmt: skip
@@ -118,15 +120,16 @@ _NORMAL: Final = 1.282
 def spread_of(ratios: Sequence[float]) -> tuple[float, float]:
     """Between which multiples of what was foretold 80 % of further cases lie, by what was measured of left-out ones.
 
-    The interval of one more observation of a normal distribution (Geisser 1993, section 2.2.1) of the logarithms,
-    around no error at all: the mean of the ratios is part of the error. Raises UsageError for fewer than two ratios.
+    Logarithms are taken for normal around no error at all, so that their mean is part of the error: one more of them,
+    over the root of the mean square of n, is distributed as Student's t of n degrees. Raises UsageError for fewer than
+    two ratios.
     """
     if len(ratios) < 2:
         raise UsageError("How far measurements spread takes two of them or more.")
     logs = [math.log(ratio) for ratio in ratios]
     deviation = math.sqrt(math.fsum(log**2 for log in logs) / len(logs))
     times = T80[len(logs) - 1] if len(logs) <= len(T80) else _NORMAL
-    wide = math.exp(times * deviation * math.sqrt(1 + 1 / len(logs)))
+    wide = math.exp(times * deviation)
     return 1 / wide, wide
 
 

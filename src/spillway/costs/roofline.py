@@ -9,7 +9,7 @@ measurements (`papers/costs`); `spillway calibrate` finds it for a machine.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Final, NamedTuple, TypeAlias, final
@@ -26,43 +26,45 @@ from spillway.units import Bytes, Seconds
 Floats: TypeAlias = NDArray[numpy.float64]
 _LEAST: Final = 1e-9
 IN_LOOPS: Final = 0.15
-"""Of the host's seconds for an op, what one in an optimizer takes: no module and no autograd stand around it. Assumed."""
+"""Of the host's seconds for an op, what an optimizer's takes, with no module and no autograd around it. Assumed."""
 
 PUBLISHED: Final = Efficiency(
     shares=MappingProxyType(
         {
-            OpKind.MATMUL: Share(compute=1.05, memory=0.7),
-            OpKind.BATCHED: Share(compute=0.5, memory=0.67),
-            OpKind.ATTENTION: Share(compute=0.5, memory=0.6),
-            OpKind.CONVOLUTION: Share(compute=1.05, memory=0.7),
-            OpKind.CONVOLUTION_BACKWARD: Share(compute=0.84, memory=0.5),
-            OpKind.WINOGRAD: Share(compute=2.0, memory=0.7),
-            OpKind.WINOGRAD_BACKWARD: Share(compute=1.57, memory=0.7),
-            OpKind.STRIDED: Share(compute=0.94, memory=0.7),
-            OpKind.STRIDED_BACKWARD: Share(compute=0.57, memory=0.7),
-            OpKind.DEPTHWISE: Share(compute=0.1, memory=0.5),
-            OpKind.DEPTHWISE_BACKWARD: Share(compute=0.05, memory=0.3),
-            OpKind.NORM: Share(compute=0.5, memory=0.65),
-            OpKind.NORM_BACKWARD: Share(compute=0.5, memory=0.6),
-            OpKind.LAYER_NORM_BACKWARD: Share(compute=0.5, memory=0.24),
-            OpKind.SOFTMAX: Share(compute=0.5, memory=0.79),
-            OpKind.SOFTMAX_BACKWARD: Share(compute=0.5, memory=0.65),
-            OpKind.RANDOM: Share(compute=0.5, memory=0.87),
-            OpKind.POOL: Share(compute=0.5, memory=0.34),
-            OpKind.POOL_BACKWARD: Share(compute=0.5, memory=0.38),
-            OpKind.INDEX: Share(compute=0.5, memory=0.5),
-            OpKind.REDUCE: Share(compute=0.5, memory=0.79),
-            OpKind.COPY: Share(compute=0.5, memory=0.78),
-            OpKind.OPTIMIZER: Share(compute=0.5, memory=0.8),
-            OpKind.TRANSCENDENTAL: Share(compute=0.5, memory=0.85),
-            OpKind.ELEMENTWISE: Share(compute=0.5, memory=0.9),
+            OpKind.MATMUL: Share(compute=1.05, memory=0.70, half=0.58),
+            OpKind.BATCHED: Share(compute=0.49, memory=0.62),
+            OpKind.ATTENTION: Share(compute=0.50, memory=0.60),
+            OpKind.CONVOLUTION: Share(compute=1.04, memory=0.70, half=0.58),
+            OpKind.CONVOLUTION_BACKWARD: Share(compute=0.82, memory=0.57, half=0.58),
+            OpKind.WINOGRAD: Share(compute=1.97, memory=0.70),
+            OpKind.WINOGRAD_BACKWARD: Share(compute=1.55, memory=0.70),
+            OpKind.STRIDED: Share(compute=0.87, memory=0.70, half=0.58),
+            OpKind.STRIDED_BACKWARD: Share(compute=0.58, memory=0.70),
+            OpKind.DEPTHWISE: Share(compute=0.10, memory=0.50),
+            OpKind.DEPTHWISE_BACKWARD: Share(compute=0.05, memory=0.30),
+            OpKind.NORM: Share(compute=0.50, memory=0.59),
+            OpKind.NORM_BACKWARD: Share(compute=0.50, memory=0.57),
+            OpKind.LAYER_NORM_BACKWARD: Share(compute=0.50, memory=0.41),
+            OpKind.SOFTMAX: Share(compute=0.50, memory=0.79),
+            OpKind.SOFTMAX_BACKWARD: Share(compute=0.50, memory=0.65),
+            OpKind.RANDOM: Share(compute=0.50, memory=0.87),
+            OpKind.POOL: Share(compute=0.50, memory=0.46),
+            OpKind.POOL_BACKWARD: Share(compute=0.50, memory=0.46),
+            OpKind.INDEX: Share(compute=0.50, memory=0.50),
+            OpKind.REDUCE: Share(compute=0.50, memory=0.75),
+            OpKind.COPY: Share(compute=0.50, memory=0.75),
+            OpKind.OPTIMIZER: Share(compute=0.50, memory=0.80),
+            OpKind.TRANSCENDENTAL: Share(compute=0.50, memory=0.85),
+            OpKind.ELEMENTWISE: Share(compute=0.50, memory=0.90),
             OpKind.NOTHING: Share(compute=1.00, memory=1.00, launch=0.0),
         }
     ),
-    columns=25.4, inner=13.0, waves=0.54, winograd_columns=23.0, winograd_inner=19.6, channels=20.6,
-    source="@@",
+    columns=23.0, inner=19.0, waves=0.60, winograd_columns=23.0, winograd_inner=20.0, channels=17.0,
+    step_spread=(0.70, 1.43), extra_spread=(0.29, 3.44),
+    source="single ops of DTR's logs on a Titan V, plain steps of PAPAYA's five models on a V100",
 )  # fmt: skip
-
+"""Of GPUs in general, as `python -m papers costs_ops costs_plain` finds it. Assumed, because nobody measured them:
+attention, depthwise convolutions, indices, lists of an optimizer, exponentials, and what norms and the like compute."""
 SHARES: Final = PUBLISHED.shares
 """What each kind of op gets, whatever its shape."""
 
@@ -113,7 +115,7 @@ _COLUMNS: Final = 64
 
 
 def kind_of(op: Op) -> OpKind:
-    """What kind of op it is, by its name, `aten.mm.default`, or `mm` alone as other recorders write it, and its shape."""
+    """What kind of op it is, by its name, `aten.mm.default` or `mm` alone as others write it, and by its shape."""
     if not op.flops and not op.traffic and not op.creates:
         return OpKind.NOTHING
     _, dot, rest = op.name.partition(".")
@@ -210,20 +212,24 @@ class Reckoned:
     """Works as columns, so that many efficiencies can be tried on them."""
 
     def __init__(self, works: Sequence[Work], device: Device) -> None:
-        self._device, self.kinds = device, [work.kind for work in works]
-        self._numbers = numpy.array([work[1:] for work in works], dtype=float).reshape(len(works), -1).T
+        self._device, self.kinds = device, sorted({work.kind for work in works})
+        places = {kind: place for place, kind in enumerate(self.kinds)}
+        self._places = numpy.array([places[work.kind] for work in works], dtype=int)
+        self._numbers = (
+            numpy.array([work[1:] for work in works], dtype=float).reshape(len(works), len(Work._fields) - 1).T
+        )
         _, _, half, products, rows, columns, *_ = self._numbers
         self._half = half > 0
         blocks = products * numpy.ceil(rows / _ROWS) * numpy.ceil(columns / _COLUMNS)
         self._waves = blocks / (device.multiprocessors or 1)
-        self._winograd = numpy.isin(self.kinds, (OpKind.WINOGRAD, OpKind.WINOGRAD_BACKWARD))
+        self._winograd = numpy.array([kind in _DIRECTLY for kind in self.kinds], dtype=bool)[self._places]
 
     def seconds(self, by: Efficiency) -> Floats:
         """[works] Seconds, launches included."""
         flops, traffic, _, _, _, columns, inner, window, channels = self._numbers
         device = self._device
-        part = {kind: by.shares[kind] for kind in set(self.kinds)}
-        given = {name: self._of(part, name) for name in ("compute", "memory", "half", "launch")}
+        shares = [by.shares[kind] for kind in self.kinds]
+        given = {name: self._of(shares, name) for name in ("compute", "memory", "half", "launch")}
         rates = given["compute"] * device.flops_per_second
         if device.half_flops_per_second is not None:
             rates = numpy.where(self._half, given["half"] * device.half_flops_per_second, rates)
@@ -231,16 +237,19 @@ class Reckoned:
         direct = _filled(columns, by.columns) * _filled(inner, by.inner) * full
         computing = flops / (rates * numpy.where(columns > 0, direct, 1.0))
         if self._winograd.any():
-            other = {one: by.shares[_DIRECTLY.get(one, one)] for one in part}
-            slow = numpy.where(self._winograd, flops / (self._of(other, "compute") * device.flops_per_second * direct), 0)
+            direct_rate = device.flops_per_second * self._of(
+                [by.shares[_DIRECTLY.get(kind, kind)] for kind in self.kinds], "compute"
+            )
+            slow = flops / (direct_rate * direct)
             fast = _filled(columns, by.winograd_columns) * _filled(inner / window, by.winograd_inner) * full
             usual = numpy.where(self._half, computing, numpy.minimum(flops / (rates * fast), slow))
             computing = numpy.where(self._winograd & (columns > 0), usual, computing)
         moving = traffic / (given["memory"] * device.bytes_per_second * _filled(channels, by.channels))
         return numpy.maximum(computing, moving) + given["launch"] * device.op_seconds
 
-    def _of(self, part: Mapping[OpKind, Share], name: str) -> Floats:
-        return numpy.array([getattr(part[kind], name) for kind in self.kinds], dtype=float)
+    def _of(self, shares: Sequence[Share], name: str) -> Floats:
+        of_ops: Floats = numpy.array([getattr(share, name) for share in shares], dtype=float)[self._places]
+        return of_ops
 
 
 _DIRECTLY: Final = MappingProxyType(
@@ -255,7 +264,7 @@ def _filled(lengths: Floats, at_half: float) -> Floats:
 
 def modelled(step: Step, op: Op, device: Device, shares: Shares | None = None) -> Seconds:
     """Seconds of one op of the step on the device, nothing else running; by these shares in place of the device's."""
-    return float(seconds_of([work_of(step, op)], device, shares and Efficiency(shares=shares))[0])
+    return float(seconds_of([work_of(step, op)], device, None if shares is None else Efficiency(shares=shares))[0])
 
 
 def timed(step: Step, device: Device, *, shares: Shares | None = None, keep_measured: bool = False) -> Step:

@@ -382,9 +382,9 @@ class Recorder:
 
     def _look(self, info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run an op that is not written down: what it reads and makes is known afterwards."""
-        began = time.perf_counter()
+        began = self._now()
         out = info.func(*args, **kwargs)
-        self._clock.append((str(info.func), time.perf_counter() - began))
+        self._clock.append((str(info.func), self._now() - began))
         for _, tensor, _ in operands(info, args, kwargs):
             self._ledger.see(tensor)
         for tensor in tensors_of(out):

@@ -8,10 +8,11 @@ from collections import Counter
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, Literal, final
+from typing import Any, Final, Literal, TypeAlias, final
 
 from spillway.costs.device import HERE, Device
-from spillway.costs.roofline import step_seconds, timed
+from spillway.costs.efficiency import Efficiency
+from spillway.costs.roofline import PUBLISHED, step_seconds, timed
 from spillway.errors import BudgetInfeasible, NoPlanFound, SpillwayError, UnknownMethodError, UsageError
 from spillway.ir import Recorded, Step
 from spillway.methods import METHODS, Problem
@@ -28,14 +29,11 @@ ALL: Final = "all"
 LIMITED: Final = "time_limit"
 """A method whose constructor takes this may search for as long as it is given."""
 
-MOST_OPS: Final = 100
-"""Ops of a step whose relaxation is tried over all of them: the program grows with their square."""
+Range: TypeAlias = tuple[float, float]
+"""From one number to another."""
 
 MORE: Final = 1 + 1e-6
 """What is not this much more than the plain step's seconds says nothing."""
-
-FEWEST_NODES: Final = 3
-"""What Checkmate takes."""
 
 
 @final
@@ -51,6 +49,13 @@ class SweepProblem:
     """How fast copies are, and ops unless they were measured."""
     costs: str
     """Where the ops' seconds are from, in a sentence."""
+    efficiency: Efficiency | None = None
+    """By which they are modelled, and how far such seconds were from measured ones; None where they were measured."""
+
+    @property
+    def plain_range(self) -> Range | None:
+        """Seconds of the plain step, 80 % of steps between; None where they were measured."""
+        return None if self.efficiency is None else times(self.plain_seconds, self.efficiency.step_spread)
 
     @property
     def plain_peak(self) -> Bytes:
@@ -86,6 +91,10 @@ class Row:
     """Copied back."""
     recomputed_seconds: Seconds | None = None
     """Time that ops took which ran again."""
+    overhead_range: Range | None = None
+    """80 % of what a method adds to a plain step lie between; None where ops were measured."""
+    seconds_range: Range | None = None
+    """80 % of steps lie between; likewise."""
     why: str = ""
     """A sentence on why it is not `ok`; else empty."""
     remark: str = ""
@@ -105,12 +114,10 @@ class Bound:
     """The budget."""
     seconds: Seconds
     """The bound."""
-    kind: Literal["relaxation", "plain"]
-    """Checkmate's linear relaxation over all ops, or the plain step's seconds where that says no more."""
-    coarse_seconds: Seconds | None = None
-    """The relaxation of the step cut into intervals of ops, which Checkmate plans then; no bound for what is finer."""
+    kind: Literal["cut", "plain"]
+    """What has to run again behind one op, or the plain step's seconds where that says no more."""
     why: str = ""
-    """A sentence on why there is no relaxation over all ops; empty where there is, or where the plain step fits."""
+    """A sentence on why there is no more than that; empty where there is, or where the plain step fits."""
 
 
 @final
@@ -179,13 +186,38 @@ def sweep_problem_of(recorded: Recorded, device: Device) -> SweepProblem:
     kept = not counted(step) or device.name == HERE
     measured = sum(op.seconds is not None for op in step.ops) if kept else 0
     costs = f"modelled for {device.name} by roofline"
+    efficiency = None if kept and measured else device.efficiency or PUBLISHED
     if measured:
         rest = f"; of {len(step.ops) - measured} ops without, {costs}" if measured < len(step.ops) else ""
         costs = f"those measured when it was recorded{rest}"
     return SweepProblem(
         step=timed(step, device, keep_measured=kept), workload=recorded.workload, device=device,
-        costs=f"Seconds of ops are {costs}; copies take what {device.name} takes.",
+        costs=f"Seconds of ops are {costs}; copies take what {device.name} takes.", efficiency=efficiency,
     )  # fmt: skip
+
+
+def times(number: float, spread: Sequence[float]) -> Range:
+    """The number as the ends of a spread multiply it."""
+    return number * spread[0], number * spread[1]
+
+
+def overhead_range(overhead: float, by: Efficiency) -> Range:
+    """Multiples of the plain step between which 80 % lie: what a method adds is as uncertain as such extras were."""
+    least, most = sorted(times(overhead - 1, by.extra_spread))
+    return 1 + least, 1 + most
+
+
+def spread_sentence(problem: SweepProblem) -> str:
+    """How far the figures are to be trusted; empty where the ops' seconds were measured."""
+    ends = problem.plain_range
+    if ends is None or problem.efficiency is None:
+        return ""
+    extra = problem.efficiency.extra_spread
+    return (
+        f"Of plain steps so modelled 80 % take {format_seconds(ends[0])} to {format_seconds(ends[1])} for these "
+        f"{format_seconds(problem.plain_seconds)}, and of what methods add 80 % lie between {extra[0]:.2f} and "
+        f"{extra[1]:.2f} times what is shown: by steps that were left out of the fit ({problem.efficiency.source})."
+    )
 
 
 def parse_methods(text: str) -> list[str]:
@@ -204,7 +236,7 @@ def parse_methods(text: str) -> list[str]:
 
 def compare(
     problem: SweepProblem, methods: Sequence[str], budgets: Sequence[Bytes], *,
-    plan_seconds: Seconds = 30.0, bound_seconds: Seconds = 10.0, processes: int | None = None,
+    plan_seconds: Seconds = 30.0, bounds: bool = True, processes: int | None = None,
 ) -> Generator[Row | Bound | Failure, None, None]:  # fmt: skip
     """Yield a row for every method under every budget, and a bound for every budget, as they come.
 
@@ -214,19 +246,18 @@ def compare(
     Arguments:
         methods: Names of `METHODS`.
         plan_seconds: How long a method that searches, as Checkmate does, may take for one plan.
-        bound_seconds: How long the bound of one budget may take; 0 for no bounds.
+        bounds: Whether there are any.
         processes: As many as there are processors if None; with 1, this one.
 
     Raises:
         UsageError: An argument makes no sense.
     """
-    if not (plan_seconds > 0 and bound_seconds >= 0) or (processes is not None and processes < 1):
+    if not plan_seconds > 0 or (processes is not None and processes < 1):
         raise UsageError(
-            f"A comparison takes plan_seconds above 0, bound_seconds of 0 or more and processes of 1 or more; got "
-            f"{plan_seconds}, {bound_seconds} and {processes}."
+            f"A comparison takes plan_seconds above 0 and processes of 1 or more; got {plan_seconds} and {processes}."
         )
-    ask = partial(work_out, problem, plan_seconds, bound_seconds)
-    cells = cells_of(methods, budgets, bounds=bound_seconds > 0)
+    ask = partial(work_out, problem, plan_seconds)
+    cells = cells_of(methods, budgets, bounds=bounds)
     for found in answers(ask, cells, cores() if processes is None else processes):
         if isinstance(found, Unanswered):
             yield Failure(method=found.task.method, budget_bytes=found.task.budget_bytes, why=found.why)
@@ -253,19 +284,22 @@ class Cell:
     """The budget."""
 
 
-def work_out(problem: SweepProblem, plan_seconds: Seconds, bound_seconds: Seconds, cell: Cell) -> Row | Bound:
+def work_out(problem: SweepProblem, plan_seconds: Seconds, cell: Cell) -> Row | Bound:
     """Simulate the method, or find the bound. Raises what the method does, but not that a budget is too small."""
     method, budget = cell.method, cell.budget_bytes
     if method is None:
-        return _bound(problem, budget, bound_seconds)
+        return _bound(problem, budget)
     try:
         done = simulate(problem.step, allowed=budget, device=problem.device, method=made(method, plan_seconds))
     except (BudgetInfeasible, NoPlanFound) as error:
         return Row(method=method, budget_bytes=budget, status="oom", why=str(error))
     if done.status != "ok":
         return Row(method=method, budget_bytes=budget, status=done.status, why=done.why)
+    by = problem.efficiency
     return Row(
         method=method, budget_bytes=budget, status="ok", overhead=done.overhead, seconds=done.seconds,
+        overhead_range=None if by is None else overhead_range(done.overhead, by),
+        seconds_range=None if by is None else times(done.seconds, by.step_spread),
         peak_bytes=done.peak_bytes, bytes_out=done.bytes_out, bytes_in=done.bytes_in,
         recomputed_seconds=done.recomputed_seconds, remark=done.remark,
     )  # fmt: skip
@@ -282,46 +316,34 @@ def made(method: str, plan_seconds: Seconds) -> AbstractPolicy | AbstractPlanner
     return factory(**{LIMITED: plan_seconds}) if searches(method) else factory()
 
 
-def _bound(problem: SweepProblem, budget: Bytes, limit: Seconds) -> Bound:
-    """The relaxation over all ops, if it is found in time and says more than the plain step's seconds."""
+def _bound(problem: SweepProblem, budget: Bytes) -> Bound:
+    """What recomputation takes at least, if that is more than the plain step's seconds."""
     step, plain = problem.step, problem.plain_seconds
     if budget >= step.plain_peak():
         return Bound(budget_bytes=budget, seconds=plain, kind="plain")
-    planned = Problem(step=step, allowed=budget, device=problem.device)
     try:
-        if len(step.ops) <= MOST_OPS:
-            found = lower_bound(planned, limit, most_nodes=max(len(step.ops), FEWEST_NODES))
-            if found > plain * MORE:
-                return Bound(budget_bytes=budget, seconds=found, kind="relaxation")
-            why = f"The relaxation says no more in {format_seconds(limit)}."
-        else:
-            why = f"The relaxation over {len(step.ops)} ops is too large to solve; over {MOST_OPS} it is tried."
-        coarse = lower_bound(planned, limit)
+        found = lower_bound(Problem(step=step, allowed=budget, device=problem.device))
+    except BudgetInfeasible:
+        return Bound(budget_bytes=budget, seconds=plain, kind="plain", why="Nothing fits that only recomputes.")
     except SpillwayError as error:
         return Bound(budget_bytes=budget, seconds=plain, kind="plain", why=str(error))
-    more = coarse if coarse > plain * MORE else None
-    return Bound(budget_bytes=budget, seconds=plain, kind="plain", coarse_seconds=more, why=why)
+    if found > plain * MORE:
+        return Bound(budget_bytes=budget, seconds=found, kind="cut")
+    return Bound(budget_bytes=budget, seconds=plain, kind="plain", why="Recomputing need not take any time.")
 
 
 def bound_sentence(comparison: Comparison) -> str:
-    """Which lower bound is there, and what else the relaxation says."""
+    """Which lower bound is there."""
     bounds = comparison.bounds
-    relaxed = [bound for bound in bounds if bound.kind == "relaxation"]
-    coarse = [bound for bound in bounds if bound.coarse_seconds is not None]
+    cut = [bound for bound in bounds if bound.kind == "cut"]
     missing = [bound for bound in bounds if bound.why]
     sentences = [
         f"Lower bound: the plain step's {format_seconds(comparison.problem.plain_seconds)}"
-        + (f"; for what only recomputes, Checkmate's LP relaxation under {len(relaxed)} of {len(bounds)} budgets." if
-           relaxed else ".")
-    ]  # fmt: skip
+        + (f"; for what only recomputes, Checkmate's bound under {len(cut)} of {len(bounds)} budgets." if cut else ".")
+    ]
     if missing:
         ((why, _),) = Counter(bound.why for bound in missing).most_common(1)
-        sentences.append(f"Without the LP bound under {len(missing)} of {len(bounds)} budgets: {why}")
-    if coarse:
-        sentences.append(
-            "The LP of the step cut into intervals of ops bounds what Checkmate plans for these intervals; "
-            "what recomputes single ops can be faster."
-        )
+        sentences.append(f"Without that bound under {len(missing)} of {len(bounds)} budgets: {why}")
     return " ".join(sentences)
 
 
