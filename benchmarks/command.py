@@ -20,7 +20,7 @@ NAMES: Final = (
     "host_cost", "block_cost", "compiled", "arena", "half_memory", "race", "auto_race", "out_of_core", "foreseen",
     "mimose_speed", "budget", "mimose_budget", "reach", "exactness", "block_exactness", "block_mixtures",
     "block_programs", "block_refusals", "random_programs", "list_optimizers", "data_dependent", "refusals",
-    "collectives", "op_audit", "modelled", "simulated", "auto_planner", "auto_paper", "compression", "files",
+    "collectives", "op_audit", "modelled", "simulated", "optimum", "auto_planner", "auto_paper", "compression", "files",
     "compare_models", "gpu", "device_arena",
 )  # fmt: skip
 BENCHMARKS: Final = Collection(

@@ -136,7 +136,7 @@ def run(size: Size, tell: Tell) -> Result:
         for device in DEVICES_ASKED:
             problem = sweep_problem_of(recorded, _device(device))
             for found in compare(
-                problem, size.methods, budgets, plan_seconds=size.plan_seconds, bound_seconds=0, processes=1
+                problem, size.methods, budgets, plan_seconds=size.plan_seconds, bounds=False, processes=1
             ):
                 if isinstance(found, Failure):
                     ends["failed"] += 1

@@ -95,7 +95,7 @@ def checks(result: Result) -> Iterator[Check]:
             continue
         counted = {
             f"losses that differ from plain, of {row['steps']}": row["differing"],
-            row["difference"] or "differences at the end": row["difference"] is not None,
+            "differences at the end": row["difference"] is not None,
             "steps over budget": row["over"],
             "runs in which nothing was chosen to leave": not row["chose"],
         }

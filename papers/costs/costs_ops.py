@@ -31,7 +31,7 @@ def run(size: Size, tell: Tell) -> Result:
 
 
 def result_of(left: Sequence[LeftOut]) -> Result:
-    """Rows and checks."""
+    """A row a log."""
     rows = [
         {
             "log": one.name, "ops": len(one.ratios), "measured": one.seconds, "foretold": one.foretold,

@@ -53,7 +53,7 @@ def run(size: Size, tell: Tell) -> Result:
 
 
 def result_of(models: Mapping[str, Sequence[Point]], single: Efficiency) -> Result:
-    """Rows and checks."""
+    """A row a batch size that was published."""
     devices = devices_of(models, single)
     rows = []
     for name, points in models.items():

@@ -481,27 +481,27 @@ def claims(lab: Lab, largest: Mapping[tuple[str, str], Sequence[Found]], filters
     devices = lab.size.devices
     ours: dict[str, tuple[str, Sequence[object], str]] = {
         "D1": ("memory saved, convolutional networks",
-               [f"{min(s[k] for s in networks):.0%} to {max(s[k] for s in networks):.0%}" for k in (0, 1)], "c"),
-        "D2": ("saved at twice the batch, ResNet-50", _shares(double), "c"),
-        "D3": ("saved, ResNet-50, DELTA", _shares(saved["ResNet-50"]), "c, d"),
+               [f"{min(s[k] for s in networks):.0%} to {max(s[k] for s in networks):.0%}" for k in (0, 1)], "budgets"),
+        "D2": ("saved at twice the batch, ResNet-50", _shares(double), "budgets"),
+        "D3": ("saved, ResNet-50, DELTA", _shares(saved["ResNet-50"]), "budgets"),
         "D4": ("saved, ResNet-101 / ResNeXt-50",
-               [f"{saved['ResNet-101'][k]:.1%} / {saved['ResNeXt-50'][k]:.1%}" for k in (0, 1)], "c"),
-        "D5": ("saved, BERT", bert, "c"),
-        "D6": ("less time by overlapping", _overlap(lab), "i"),
-        "D7": ("offloads / reloads, others recomputed", _counts(lab), "i"),
+               [f"{saved['ResNet-101'][k]:.1%} / {saved['ResNeXt-50'][k]:.1%}" for k in (0, 1)], "budgets"),
+        "D5": ("saved, BERT", bert, "budgets"),
+        "D6": ("less time by overlapping", _overlap(lab), "overlap"),
+        "D7": ("offloads / reloads, others recomputed", _counts(lab), "overlap"),
         "D8": ("final loss: exact by construction", [NOT_SIMULATED], ""),
         "D10": ("GB/s of the link", [f"{device.out_per_second / 1e9:g}" for device in devices], ""),
         "D11": ("share of the budget at which releases start", [f"{published().early:g}"], ""),
         "D12": ("budget below which greedy takes most, EfficientNet",
-                [f"{_worst_below(filters, 'EfficientNet', k):.3g}" for k in (0, 1)], "k"),
+                [f"{_worst_below(filters, 'EfficientNet', k):.3g}" for k in (0, 1)], "the filters"),
         "D13": ("device", [device.name for device in devices], ""),
-        "D14": ("ResNet-101, DELTA: of DTR's batch, of the plain one", _ratios(largest), "e"),
+        "D14": ("ResNet-101, DELTA: of DTR's batch, of the plain one", _ratios(largest), "largest batches"),
     }  # fmt: skip
     rows = []
     for number, told in lab.paper.claims.items():
         if number in ours:
             what, shown, paragraph = ours[number]
-            note = f"README, {paragraph}" if paragraph else ""
+            note = f"README: {paragraph}" if paragraph else ""
             rows.append(figure("text", f"{number}: {what}", told, shown, note=note))
         elif number == "D9":
             step = lab.step("ResNet-50", batches["ResNet-50"])

@@ -282,8 +282,9 @@ def _checks(result: Result) -> Iterator[Check]:
                 measured=round(1 - fmean(found), 4), at_most=0.3,
             )  # fmt: skip
             yield Check(
-                what="the same of the model with the least agreement", measured=round(1 - min(found), 4), at_most=0.5
-            )
+                what=f"1 less Kendall's tau {what} the published ranking, the model with the least agreement",
+                measured=round(1 - min(found), 4), at_most=0.5,
+            )  # fmt: skip
         fastest = [max(_of(rows, name), key=lambda row: row["throughput"])["method"] for name in names]
         theirs = [
             max((row for row in _of(rows, name) if row["paper_throughput"]), key=lambda row: row["paper_throughput"])

@@ -72,7 +72,7 @@ COMMAND_LINE = {
         "[--methods]",
         "[--device]",
         "[--plan-seconds]",
-        "[--bound-seconds]",
+        "[--bounds]",
         "[--processes]",
         "[--output/-o]",
         "[--png]",

@@ -319,7 +319,7 @@ def _step_verb(path: Path, random: Random) -> None:
     page, way = str(path.parent / "page.html"), random.randrange(20)
     if way == 0:
         main(["compare", str(path), "--methods", "lru,swap", "--budgets", "0.7", "--processes", "1", "-o", page,
-              "--bound-seconds", "0.1"])  # fmt: skip
+              "--bounds"])  # fmt: skip
     elif way < 5:
         main(["plan", str(path), "--budget", "1.0", "--method", random.choice(("swap", "sqrt-n", "zero-offload"))])
     elif way < 8:
@@ -345,7 +345,7 @@ def _device_verb(path: Path, random: Random) -> None:
     good = str(path.parent / "good.jsonl")
     if random.random() < 0.03:
         main(["compare", good, "--device", str(path), "--methods", "lru", "--budgets", "0.7", "--processes", "1", "-o",
-              str(path.parent / "page.html"), "--bound-seconds", "0"])  # fmt: skip
+              str(path.parent / "page.html"), "--no-bounds"])  # fmt: skip
     else:
         main([*random.choice((["simulate", good], ["plan", good, "--method", "swap"])), "--budget", "1.0", "--device",
               str(path)])  # fmt: skip

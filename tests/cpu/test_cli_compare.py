@@ -81,7 +81,7 @@ def test_json_is_a_list_of_rows_as_a_direct_simulation_has_them(spillway: Comman
 
 def test_the_table_the_page_and_the_picture_are_written(spillway: Command) -> None:
     code, out, err = spillway(
-        "step.jsonl", "--budgets", "2MiB,0.5..1.0:3", "--methods", "lru,sqrt-n", "--bound-seconds", 0, "-o",
+        "step.jsonl", "--budgets", "2MiB,0.5..1.0:3", "--methods", "lru,sqrt-n", "--no-bounds", "-o",
         "page.html", "--png", "picture.png",
     )  # fmt: skip
     assert code == 0, err
@@ -128,7 +128,7 @@ def test_without_matplotlib_a_picture_is_refused_before_anything_runs(
     code, out, err = spillway("step.jsonl", "--png", "picture.png")
     assert (code, out) == (1, "")
     assert err.startswith("spillway: Drawing a comparison takes matplotlib, which is not installed")
-    assert spillway("step.jsonl", "--methods", "lru", "--bound-seconds", 0)[0] == 0
+    assert spillway("step.jsonl", "--methods", "lru", "--no-bounds")[0] == 0
 
 
 def test_a_row_that_cannot_be_worked_out_leaves_the_others_and_exit_code_1(
@@ -154,7 +154,7 @@ def test_ctrl_c_keeps_what_is_done(tmp_path: Path) -> None:
     program = "import sys; from spillway.cli import main; main(sys.argv[1:])"
     arguments = ["compare", "step.jsonl", "--budgets", "0.2..1.0:200", "--methods", "lru,delta,dtr-eqclass", "--json"]
     process = subprocess.Popen(
-        [sys.executable, "-W", "error", "-c", program, *arguments, "-o", "page.html", "--bound-seconds", "0",
+        [sys.executable, "-W", "error", "-c", program, *arguments, "-o", "page.html", "--no-bounds",
          "--processes", "2"],
         cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
@@ -199,14 +199,14 @@ def test_the_step_is_timed_for_the_device_where_somebody_counted(spillway: Comma
 
 
 def test_nobody_looks_for_bounds_that_nobody_would_see(spillway: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[float] = []
+    asked: list[bool] = []
     real = verb.compare
 
-    def spied(*given: Any, bound_seconds: float, **options: Any) -> Any:
-        asked.append(bound_seconds)
-        return real(*given, bound_seconds=0.0, **options)
+    def spied(*given: Any, bounds: bool, **options: Any) -> Any:
+        asked.append(bounds)
+        return real(*given, bounds=False, **options)
 
     monkeypatch.setattr(verb, "compare", spied)
     for more in (["--json"], [], ["--json", "-o", "page.html"]):
         assert spillway("step.jsonl", "--budgets", "1.0", "--methods", "lru", *more)[0] == 0
-    assert asked == [0.0, 10.0, 10.0]
+    assert asked == [False, True, True]

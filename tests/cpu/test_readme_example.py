@@ -164,7 +164,7 @@ def test_the_commands_on_their_page_about_recorded_steps_run_one_after_the_other
             continue
         given = [SMALLER.get(word, word).replace("WORKLOAD", "small.py:build") for word in words[1:]]
         if words[1] == "compare":
-            given += ["--methods", "lru,delta", "--processes", "1", "--bound-seconds", "0.1"]
+            given += ["--methods", "lru,delta", "--processes", "1", "--no-bounds"]
         with pytest.raises(SystemExit) as end:
             main(given)
         assert end.value.code == 0, f"{given}: {capsys.readouterr().err}"

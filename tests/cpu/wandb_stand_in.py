@@ -1,4 +1,4 @@
-"""In place of Weights & Biases, what the trainers of transformers and of Lightning call of it. What is logged is kept."""
+"""In place of Weights & Biases: what trainers of transformers and of Lightning call of it. It keeps what is logged."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from spillway import errors
+from spillway.cli import main
 from spillway.errors import (
     BudgetError,
     BudgetInfeasible,
@@ -132,3 +133,15 @@ def test_a_rejected_plan_names_the_rule_that_it_breaks() -> None:
 
 def test_a_broken_invariant_asks_for_a_report() -> None:
     assert "please report it" in str(EngineError("A locked value was dropped."))
+
+
+def test_the_command_line_names_the_page_below_the_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "foreign.jsonl").write_text("step,loss\n")
+    for file, below in (
+        ("foreign.jsonl", ["spillway: what to do: docs/errors.md#fileformaterror"]),
+        ("none.jsonl", []),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main(["report", str(tmp_path / file)])
+        assert ended.value.code == 1
+        assert capsys.readouterr().err.splitlines()[1:] == below

@@ -375,7 +375,12 @@ def test_a_plan_in_doubt_is_looked_at_and_stays_unless_it_would_be_another() -> 
     needs["bytes"] = 45
     assert cache.find((7,), 50, look) is None, "nothing has changed, and it needs 55"
     cache.doubt()
-    assert [cache.find((7,), available, look) is not None for available in (44, 45, 74, 75)] == [False, True, True, False]
+    assert [cache.find((7,), available, look) is not None for available in (44, 45, 74, 75)] == [
+        False,
+        True,
+        True,
+        False,
+    ]
     assert cache.made == 1
 
 

@@ -38,8 +38,8 @@ OOM = Row(method="delta", budget_bytes=6 * MiB, status="oom", why="It takes 7 Mi
 WHOLE = comparison(
     *(ok("lru", budget, 2.0 - budget / (14 * MiB)) for budget in BUDGETS), OOM,
     *(ok("delta", budget, 1.5 - budget / (28 * MiB)) for budget in BUDGETS[1:]),
-    Bound(budget_bytes=6 * MiB, seconds=0.03, kind="relaxation"),
-    Bound(budget_bytes=10 * MiB, seconds=0.024, kind="plain", coarse_seconds=0.025, why="It was too large."),
+    Bound(budget_bytes=6 * MiB, seconds=0.03, kind="cut"),
+    Bound(budget_bytes=10 * MiB, seconds=0.024, kind="plain", why="Nothing fits that only recomputes."),
     Bound(budget_bytes=14 * MiB, seconds=0.024, kind="plain"),
 )  # fmt: skip
 
@@ -79,7 +79,7 @@ def test_what_is_not_there_is_said_on_the_page() -> None:
 def test_the_picture_has_a_label_for_every_line_and_for_the_bounds() -> None:
     picture = ElementTree.fromstring(svg(WHOLE))
     texts = {element.text for element in picture.iter() if element.tag.endswith("text")}
-    assert {"lru", "delta", "plain step: nothing takes less", "recompute only: LP bound", "LP of intervals"} <= texts
+    assert {"lru", "delta", "plain step: nothing takes less", "recompute only: lower bound"} <= texts
     assert "sqrt-n" not in texts
 
 
@@ -109,9 +109,8 @@ def test_every_method_has_a_colour_and_a_mark_of_its_own() -> None:
 
 def test_the_bound_is_named_for_what_it_is() -> None:
     assert bound_sentence(WHOLE) == (
-        "Lower bound: the plain step's 24.0 ms; for what only recomputes, Checkmate's LP relaxation under 1 of 3 "
-        "budgets. Without the LP bound under 1 of 3 budgets: It was too large. The LP of the step cut into intervals "
-        "of ops bounds what Checkmate plans for these intervals; what recomputes single ops can be faster."
+        "Lower bound: the plain step's 24.0 ms; for what only recomputes, Checkmate's bound under 1 of 3 budgets. "
+        "Without that bound under 1 of 3 budgets: Nothing fits that only recomputes."
     )
     assert bound_sentence(comparison()) == "Lower bound: the plain step's 24.0 ms."
 

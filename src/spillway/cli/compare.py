@@ -58,9 +58,7 @@ def compare_(
     plan_seconds: Annotated[
         float, typer.Option(min=0.1, help="How long a planner that searches, as checkmate does, may take for a plan.")
     ] = 30.0,
-    bound_seconds: Annotated[
-        float, typer.Option(min=0.0, help="How long the lower bound of a budget may take; 0 for no bounds.")
-    ] = 10.0,
+    bounds: Annotated[bool, typer.Option(help="A lower bound of what only recomputes, under each budget.")] = True,
     processes: Annotated[
         int | None, typer.Option(min=1, help="How many work at a time.", show_default="as many as processors")
     ] = None,
@@ -84,11 +82,9 @@ def compare_(
     wanted = parse_budgets(budgets, problem.plain_peak, problem.device.memory)
     tell_shares(budgets, problem.device.name, problem.device.memory)
     if json and output is None and png is None:
-        bound_seconds = 0.0  # nobody would see them
-    total = len(cells_of(names, wanted, bounds=bound_seconds > 0))
-    coming = compare(
-        problem, names, wanted, plan_seconds=plan_seconds, bound_seconds=bound_seconds, processes=processes
-    )
+        bounds = False  # nobody would see them
+    total = len(cells_of(names, wanted, bounds=bounds))
+    coming = compare(problem, names, wanted, plan_seconds=plan_seconds, bounds=bounds, processes=processes)
     found, whole = _collect(coming, total)
     comparison = Comparison.of(problem, names, wanted, found)
     for path, write_to in ((output, write_page), (png, write_png)):
@@ -147,11 +143,11 @@ def _print(comparison: Comparison, written: Sequence[Path]) -> None:
     if comparison.bounds:
         table.add_section()
         plain = problem.plain_seconds
-        relaxed = {
-            bound.budget_bytes: f"LP {bound.seconds / plain if plain else 1.0:.3f}"
-            if bound.kind == "relaxation" else "plain" for bound in comparison.bounds
-        }  # fmt: skip
-        table.add_row("lower bound", *(relaxed.get(budget, "") for budget in comparison.budgets))
+        least = {
+            bound.budget_bytes: f"{bound.seconds / plain if plain else 1.0:.3f}" if bound.kind == "cut" else "plain"
+            for bound in comparison.bounds
+        }
+        table.add_row("lower bound", *(least.get(budget, "") for budget in comparison.budgets))
     say(
         console,
         f"{problem.workload} on {problem.device.name}, simulated: seconds as a multiple of the plain step's "

@@ -22,13 +22,15 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any, Final, Self, final
+from typing import Any, Final, Required, Self, TypedDict, Unpack, final
 
 import torch
 from torch._compile import _disable_dynamo
 
 from spillway.errors import BudgetInfeasible, UsageError
-from spillway.session import Session, manage
+from spillway.methods import AbstractPlanner, AbstractPolicy
+from spillway.methods.by_block import AbstractBlockMethod
+from spillway.session import BlockOptions, ReportOptions, Session, SpillOptions, manage
 from spillway.session.inputs import Models, Optimizers, several, unwrapped
 
 _ALONE: Final = 3
@@ -48,6 +50,16 @@ class _Deaf:
     def _forward_begins(self, *_: Any) -> None: ...
 
     _forward_ended = _forward_begins
+
+
+class ManageOptions(TypedDict, total=False):
+    """What `spillway.manage` takes beside the model and the optimizer."""
+
+    budget: Required[int | str | None]
+    method: str | AbstractPolicy | AbstractPlanner | AbstractBlockMethod
+    spill: SpillOptions
+    blocks: BlockOptions
+    report: ReportOptions
 
 
 @final
@@ -70,7 +82,7 @@ class AutomaticSteps:
         optimizer: Optimizers,
         *,
         when_ended: Callable[[Session], None] | None = None,
-        **options: Any,
+        **options: Unpack[ManageOptions],
     ) -> None:
         models: list[torch.nn.Module] = several(model, torch.nn.Module)
         optimizers: list[torch.optim.Optimizer] = [unwrapped(one) for one in several(optimizer, torch.optim.Optimizer)]

@@ -110,22 +110,19 @@ def svg(comparison: Comparison) -> Markup:
 
 
 def _bounds(axes: Axes, comparison: Comparison) -> list[End]:
-    """The plain step's seconds all along; the relaxation where there is one."""
+    """The plain step's seconds all along; the bound of what only recomputes where there is one."""
     plain = comparison.problem.plain_seconds
     axes.axhline(plain, color=INK, linewidth=1, linestyle=(0, (1, 2)), zorder=2)
     axes.annotate(
         "plain step: nothing takes less", xy=(1, plain), xycoords=("axes fraction", "data"), xytext=(0, -3),
         textcoords="offset points", color=INK, fontsize=9, ha="right", va="top", zorder=4,
     )  # fmt: skip
-    ends: list[End] = []
-    full = [(bound.budget_bytes, bound.seconds) for bound in comparison.bounds if bound.kind == "relaxation"]
-    coarse = [(bound.budget_bytes, bound.coarse_seconds) for bound in comparison.bounds if bound.coarse_seconds]
-    for text, points, wide in (("recompute only: LP bound", full, 1.8), ("LP of intervals", coarse, 1.0)):
-        if points:
-            budgets, seconds = zip(*points, (comparison.problem.plain_peak, plain), strict=True)
-            axes.plot(budgets, seconds, color=INK, linewidth=wide, linestyle=(0, (5, 2)), zorder=2)
-            ends.append((text, INK, float(budgets[0]), seconds[0]))
-    return ends
+    points = [(bound.budget_bytes, bound.seconds) for bound in comparison.bounds if bound.kind == "cut"]
+    if not points:
+        return []
+    budgets, seconds = zip(*points, (comparison.problem.plain_peak, plain), strict=True)
+    axes.plot(budgets, seconds, color=INK, linewidth=1.8, linestyle=(0, (5, 2)), zorder=2)
+    return [("recompute only: lower bound", INK, float(budgets[0]), seconds[0])]
 
 
 def _scales(axes: Axes, comparison: Comparison) -> None:
@@ -134,7 +131,7 @@ def _scales(axes: Axes, comparison: Comparison) -> None:
 
     problem, drawn = comparison.problem, [row for row in comparison.rows if row.seconds is not None]
     plain = problem.plain_seconds
-    highest = [bound.coarse_seconds or bound.seconds for bound in comparison.bounds]
+    highest = [bound.seconds for bound in comparison.bounds]
     top = max([row.seconds or 0.0 for row in drawn] + highest, default=plain)
     top = max(top, plain * 1.05)
     right = max([float(row.peak_bytes or 0) for row in drawn] + [float(problem.plain_peak)])

@@ -85,7 +85,7 @@ class LiveView:
         return template("live.html.jinja").render(
             latest=latest, budget=budget, curve=over and over.curves[0],
             ticks=over and over.ticks, bars=bars, bar_ticks=bar_ticks,
-            chart={"width": charts.WIDTH, "bars_height": charts.BARS_HEIGHT},
+            chart={"width": charts.WIDTH, "bars_height": charts.BARS_HEIGHT}, how="measured",
         )  # fmt: skip
 
     def __repr__(self) -> str:

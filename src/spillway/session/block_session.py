@@ -47,7 +47,7 @@ from spillway.methods.by_block import (
 )
 from spillway.native.arena import Arena
 from spillway.report.holders import BlocksAtPeak, HeldByBlock
-from spillway.session.abstract_session import AbstractStep, Session, header
+from spillway.session.abstract_session import AbstractStep, Session, header, modules_of
 from spillway.session.before import Before
 from spillway.session.input_sizes import NO_COLUMNS, Columns, Shape, SizeReader
 from spillway.session.inputs import leaves, signature_of, storages
@@ -70,6 +70,8 @@ LOSS: Final[Bytes] = 4096
 """What a loop has in its hands besides when it calls an optimizer, at least."""
 TELLING: Final = 3
 """Steps in a row that tell nothing of blocks after which nothing is expected of them."""
+LOOKS: Final = 8
+"""Times that blocks are looked for, in a model whose modules go on to be replaced, before it is left to other engines."""
 SLACK: Final = 1.05
 """How far the resident set may be above the budget before freed memory is returned."""
 
@@ -198,7 +200,7 @@ class BlockSession(Session):
         self._families: dict[tuple[tuple[int, ...], tuple[bool, ...]], _Family] = {}
         self._engine: BlockEngine | None = None
         self._finder: Hook | None = None
-        self._told_unseen = self._told_above = False
+        self._told_unseen = self._told_above = self._told_full = False
         self._needs: dict[tuple[int, int], Update] = {}
         self._before: Before | None = None
         """Made in the first step, under a budget."""
@@ -212,21 +214,53 @@ class BlockSession(Session):
         self._handles = [one.register_step_pre_hook(self._optimizer_begins) for one in optimizers]
         self._handles += [one.register_step_post_hook(self._optimizer_ended) for one in optimizers]
         self._pages = blocks.page
+        self._named = blocks.names
+        self._parts: tuple[torch.nn.Module, ...] = ()
+        """All modules of the model when its blocks were last opened, or looked for."""
+        self._looked = 0
+        """How often they were looked for."""
         try:
             self._limit()
-            self._open_or_find(blocks.names, replicated=self._model is not models[0])
+            self._open_or_find()
         except BaseException:
             self.close()
             raise
 
-    def _open_or_find(self, named: Sequence[str] | None, *, replicated: bool) -> None:
-        """Blocks that are named, or sharded by themselves; others are found in the first step."""
-        names = named if named is not None else sharded_blocks(self._model)
-        if names or named is not None:
+    def _open_or_find(self) -> None:
+        """Blocks that are named, or sharded by themselves; others are found in the step that is next."""
+        self._parts = tuple(modules_of(self._models))
+        names = self._named if self._named is not None else sharded_blocks(self._model)
+        if names or self._named is not None:
+            replicated = self._model is not self._models[0]
             self._open([name.removeprefix("module.") for name in names] if replicated else names)
             return
+        self._looked += 1
+        self.blockless = self._looked > LOOKS and self._leaves_to_ops
         self._finder = Hook(self._model, self._find, self)
         self._finder.install()
+
+    def tells_size(self, batch: Any) -> bool:
+        """Whether blocks can be planned by the size of this batch."""
+        if self._size_of is not None and batch is not None:
+            return True
+        return any(isinstance(leaf, torch.Tensor) and leaf.dim() for leaf in leaves(batch))
+
+    def _look_again(self) -> None:
+        """Where the model was rebuilt nothing of what was learned is of this one."""
+        engine = self._engine
+        if engine is None or not self._rebuilt:
+            return
+        self._engine = None
+        engine.close()
+        self._families.clear()
+        if self._paging is not None:
+            self._paging.forget_all()
+        self._open_or_find()
+
+    @property
+    def _rebuilt(self) -> bool:
+        """Whether the model consists of other modules than when its blocks were opened, or looked for."""
+        return self._parts != tuple(modules_of(self._models))
 
     @property
     def _unknown(self) -> bool:
@@ -308,10 +342,23 @@ class BlockSession(Session):
                 stack.callback(handle.remove)
 
     def _leave(self, step: AbstractStep, error: BaseException | None) -> None:
+        if isinstance(step, _Step) and isinstance(error, Exception) and not isinstance(error, SpillwayError):
+            step.failed()
         if isinstance(error, SpillFullError):
-            for method in (self._method, *(family.method for family in self._families.values())):
-                method.does_without_spill()
+            self._does_without_spill()
         super()._leave(step, error)
+
+    def _does_without_spill(self) -> bool:
+        """There is no room for what was to leave: whether methods plan from here on without that."""
+        methods = [self._method, *(family.method for family in self._families.values())]
+        without = all([method.does_without_spill() for method in methods])
+        if without and not self._told_full:
+            self._told_full = True
+            warnings.warn(
+                "There is no room where bytes of blocks were to wait: from here on blocks are kept or recomputed.",
+                stacklevel=2,
+            )
+        return without
 
     def _held_by_blocks(self) -> BlocksAtPeak | None:
         if self._heaviest is None:
@@ -359,6 +406,7 @@ class BlockSession(Session):
             spill_io=self._spill.io, host_budget=self._pinned, lossy=self._lossy, options=self._method.action_options,
         )  # fmt: skip
         self._engine.bypassed = True
+        self._engine.when_spill_is_full(self._does_without_spill)
         self._agreement = None if self._engine.gathered is None else Agreement(self._engine.gathered)
         return self._engine
 
@@ -534,9 +582,11 @@ class _Step(AbstractStep):
     @unheard_by_modes
     def begin(self) -> None:
         session = self._session
+        session._look_again()
         self._family = session._family(self._batch)
-        self._dimensions = self._family.reader.dimensions(self._batch)
-        self._size = self._family.size(self._dimensions)
+        sized = not session._leaves_to_ops or session.tells_size(self._batch)
+        self._dimensions = self._family.reader.dimensions(self._batch) if sized else ()
+        self._size = self._family.size(self._dimensions) if sized else ()
         self._signature = signature_of(self._batch)
         self._entered = self._family, self._signature, self._dimensions
         session._remember(large=session._paging is None or not session._paging.knows(self._entered[1:]))
@@ -554,8 +604,9 @@ class _Step(AbstractStep):
         self._new = collecting or self._key not in self._family.traced
         self._base = session._meter.begin(self._start)
         if session._paging is not None:
-            self._tries, session._untried = (session._unknown or session._untried) and not self._compiled, False
-            if session._paging.wanted(self._entered[1:], self._start) or self._tries:
+            if sized:
+                self._tries, session._untried = (session._unknown or session._untried) and not self._compiled, False
+            if session._paging.wanted(self._entered[1:], self._start) or self._tries or not sized:
                 self._page(0)
                 return
         session._budget.begin(self._start)
@@ -606,6 +657,16 @@ class _Step(AbstractStep):
             level = session._meter.read() - self._base
         self._page(max(self._start + level - session._named_bytes(self._batch), 0))
         return True
+
+    @property
+    def rebuilt(self) -> bool:
+        return self._session._rebuilt
+
+    def failed(self) -> None:
+        """The user's own code has: whether recomputing is enough is left to the next step to show."""
+        if self._paged and self._tries and self._session._paging is not None:
+            self._session._paging.forget(self._entered[1:])
+            self._session._untried = True
 
     def graph_grows(self) -> None:
         """A backward is about to begin that makes a graph of itself."""

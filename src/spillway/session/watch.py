@@ -161,6 +161,10 @@ class Foresight(Protocol):
         """The same, where it is known not to fit."""
 
     @property
+    def rebuilt(self) -> bool:
+        """Whether the model consists of other modules than were known: its blocks are looked for in the next step."""
+
+    @property
     def state(self) -> Bytes:
         """Of the optimizers, that is not there yet."""
 
@@ -256,6 +260,8 @@ class StepWatch:
     @unheard_by_modes
     def forward_begins(self) -> None:
         """Ask the method what to do."""
+        if not self.passes and self._foresight.rebuilt and self._foresight.page_from_here():
+            return
         at = len(self._marks)
         self._goes_on("f")
         self._mark("forward", of=len(self.passes))
@@ -376,7 +382,7 @@ class StepWatch:
         now.holds[number] = max(call.report.resident_bytes, 0)
         if now.moves and not now.knows(number):  # it may be the last: nobody looks again before the backward
             self._make_room(0, number)
-        if now.decision.plan.action(number) in HOLDING:
+        if now.decision.plan.action(number) in (*HOLDING, *RETURNING):
             now.revocable[number] = call
         forecast = now.forecast
         if forecast is not None and number == len(forecast.saved) - 1:
@@ -498,7 +504,8 @@ class StepWatch:
         if forecast is None or not one.knows(number):
             return 0, 0
         saved, selects = forecast.saved[number], one.decision.plan.action(number).selects
-        beside = int(self._engine.beside_share(UNSEEN) * saved) if selects else 0
+        # A call that the model lets fail has saved nothing in the end, and until then as much as it worked with.
+        beside = int(self._engine.beside_share(UNSEEN) * (saved or forecast.working[number])) if selects else 0
         self._taken()
         return self._needs(self._beside(one, forecast, number) + saved + forecast.working[number], saved), beside
 
@@ -559,7 +566,17 @@ class StepWatch:
         """Have calls recomputed that hold something; what is still too much."""
         if over <= 0:
             return over
-        found = [(one, number) for one in self.passes for number in one.revocable]
+        stayed = self._engine.spill_full
+        for one in self.passes if stayed else ():
+            for number in one.revocable:
+                if one.decision.plan.action(number) in RETURNING:
+                    one.holds[number] = max(one.holds[number], one.ended[number].report.own_bytes)
+        found = [
+            (one, number)
+            for one in self.passes
+            for number in one.revocable
+            if stayed or one.decision.plan.action(number) in HOLDING
+        ]
         holds = [one.holds[number] for one, number in found]
         seconds = [one.forecast.seconds[n] if one.forecast is not None and one.knows(n) else 0.0 for one, n in found]
         for order in sorted(orders(holds, seconds)):
@@ -567,6 +584,8 @@ class StepWatch:
                 break
             one, number = found[order % len(found)]
             freed = one.revocable.pop(number).revoke()
+            if stayed and one.decision.plan.action(number) in RETURNING:
+                freed = one.holds[number]  # of what was to leave nobody else knows any more that it is there
             if freed:
                 one.revoked.add(number)
                 one.holds[number] = 0
@@ -847,9 +866,9 @@ class _Measured:
             found[number] = self._most(self._reached[number], end) - there - before - saved[number]
         begun = {mark.number: at for at, mark in enumerate(self._marks) if mark.kind == "begins"}
         ended = {mark.number: at for at, mark in enumerate(self._marks) if mark.kind == "ended"}
-        for number in begun.keys() & ended.keys():
+        for number, at in begun.items():  # of one that the model let fail, as far as the next mark
             before = sum(held[:number])
-            forward = self._most(begun[number], ended[number]) - before - saved[number]
+            forward = self._most(at, ended.get(number, at + 1)) - before - saved[number]
             found[number] = max(found[number], forward)
         return found
 

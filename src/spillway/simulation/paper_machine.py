@@ -31,6 +31,10 @@ Tier = Literal["host", "disk"]
 
 TIERS: Final[tuple[Tier, ...]] = ("host", "disk")
 
+PROBE: Final[Bytes] = 1 << 20
+PROBES: Final = 4
+"""Copies out and in before the first step of a method that foresees, as on the CPU."""
+
 ROUNDING: Final = 1e-9
 """Share by which a sum of seconds may be off."""
 
@@ -90,12 +94,14 @@ class Sheet:
 class Lanes:
     """The lanes of copies, by when each is free again."""
 
-    __slots__ = ("_device", "_free", "_tier", "log")
+    __slots__ = ("_bytes_moved", "_device", "_free", "_seconds_moving", "_tier", "log")
 
     def __init__(self, device: Device, tier: Tier) -> None:
         self._device = device
         self._tier = tier
         self._free: dict[Lane, Seconds] = {Lane.COPY_OUT: 0.0, Lane.COPY_IN: 0.0}
+        self._bytes_moved: Bytes = 0
+        self._seconds_moving: Seconds = 0.0
         self.log = TransferLog()
 
     def seconds(self, lane: Lane, nbytes: Bytes) -> Seconds:
@@ -118,9 +124,27 @@ class Lanes:
         ended = began + self.seconds(lane, place.nbytes)
         for one in lanes:
             self._free[one] = ended
+        self.took(place.nbytes, ended - began)
         on_disk = ended if self._tier == "disk" else began
         self.log.transfers.append(CopySpan(lane, place, began, on_disk, ended))
         return ended
+
+    def took(self, nbytes: Bytes, seconds: Seconds) -> None:
+        """A copy of so many bytes took so long."""
+        self._bytes_moved += nbytes
+        self._seconds_moving += seconds
+
+    def expected(self, nbytes: Bytes) -> Seconds:
+        """To copy out and in again, as `DiskTier` expects it: by the bytes and seconds of all copies so far, so that
+        small ones make every byte dearer. Before there were any, what the two take."""
+        if not self._bytes_moved:
+            return self.seconds(Lane.COPY_OUT, nbytes) + self.seconds(Lane.COPY_IN, nbytes)
+        return 2 * nbytes * self._seconds_moving / self._bytes_moved
+
+    @property
+    def measured(self) -> bool:
+        """Whether there were any."""
+        return self._bytes_moved > 0
 
 
 @final
@@ -283,10 +307,13 @@ class PaperMachine:
         return bool(storage.handle.pinned)
 
     def measure_link(self) -> None:
-        """It is known."""
+        """Before the first step, which nobody times."""
+        if not self.lanes.measured:
+            for lane in (Lane.COPY_OUT, Lane.COPY_IN):
+                self.lanes.took(PROBES * PROBE, PROBES * self.lanes.seconds(lane, PROBE))
 
     def transfer_seconds(self, nbytes: Bytes) -> Seconds:
-        return self.lanes.seconds(Lane.COPY_OUT, nbytes) + self.lanes.seconds(Lane.COPY_IN, nbytes)
+        return self.lanes.expected(nbytes)
 
     def seconds_of(self, recipe: Recipe) -> Seconds:
         """What it takes again is what it took."""

@@ -29,17 +29,11 @@ ALL: Final = "all"
 LIMITED: Final = "time_limit"
 """A method whose constructor takes this may search for as long as it is given."""
 
-MOST_OPS: Final = 100
-"""Ops of a step whose relaxation is tried over all of them: the program grows with their square."""
-
 Range: TypeAlias = tuple[float, float]
 """From one number to another."""
 
 MORE: Final = 1 + 1e-6
 """What is not this much more than the plain step's seconds says nothing."""
-
-FEWEST_NODES: Final = 3
-"""What Checkmate takes."""
 
 
 @final
@@ -120,12 +114,10 @@ class Bound:
     """The budget."""
     seconds: Seconds
     """The bound."""
-    kind: Literal["relaxation", "plain"]
-    """Checkmate's linear relaxation over all ops, or the plain step's seconds where that says no more."""
-    coarse_seconds: Seconds | None = None
-    """The relaxation of the step cut into intervals of ops, which Checkmate plans then; no bound for what is finer."""
+    kind: Literal["cut", "plain"]
+    """What has to run again behind one op, or the plain step's seconds where that says no more."""
     why: str = ""
-    """A sentence on why there is no relaxation over all ops; empty where there is, or where the plain step fits."""
+    """A sentence on why there is no more than that; empty where there is, or where the plain step fits."""
 
 
 @final
@@ -244,7 +236,7 @@ def parse_methods(text: str) -> list[str]:
 
 def compare(
     problem: SweepProblem, methods: Sequence[str], budgets: Sequence[Bytes], *,
-    plan_seconds: Seconds = 30.0, bound_seconds: Seconds = 10.0, processes: int | None = None,
+    plan_seconds: Seconds = 30.0, bounds: bool = True, processes: int | None = None,
 ) -> Generator[Row | Bound | Failure, None, None]:  # fmt: skip
     """Yield a row for every method under every budget, and a bound for every budget, as they come.
 
@@ -254,19 +246,18 @@ def compare(
     Arguments:
         methods: Names of `METHODS`.
         plan_seconds: How long a method that searches, as Checkmate does, may take for one plan.
-        bound_seconds: How long the bound of one budget may take; 0 for no bounds.
+        bounds: Whether there are any.
         processes: As many as there are processors if None; with 1, this one.
 
     Raises:
         UsageError: An argument makes no sense.
     """
-    if not (plan_seconds > 0 and bound_seconds >= 0) or (processes is not None and processes < 1):
+    if not plan_seconds > 0 or (processes is not None and processes < 1):
         raise UsageError(
-            f"A comparison takes plan_seconds above 0, bound_seconds of 0 or more and processes of 1 or more; got "
-            f"{plan_seconds}, {bound_seconds} and {processes}."
+            f"A comparison takes plan_seconds above 0 and processes of 1 or more; got {plan_seconds} and {processes}."
         )
-    ask = partial(work_out, problem, plan_seconds, bound_seconds)
-    cells = cells_of(methods, budgets, bounds=bound_seconds > 0)
+    ask = partial(work_out, problem, plan_seconds)
+    cells = cells_of(methods, budgets, bounds=bounds)
     for found in answers(ask, cells, cores() if processes is None else processes):
         if isinstance(found, Unanswered):
             yield Failure(method=found.task.method, budget_bytes=found.task.budget_bytes, why=found.why)
@@ -293,11 +284,11 @@ class Cell:
     """The budget."""
 
 
-def work_out(problem: SweepProblem, plan_seconds: Seconds, bound_seconds: Seconds, cell: Cell) -> Row | Bound:
+def work_out(problem: SweepProblem, plan_seconds: Seconds, cell: Cell) -> Row | Bound:
     """Simulate the method, or find the bound. Raises what the method does, but not that a budget is too small."""
     method, budget = cell.method, cell.budget_bytes
     if method is None:
-        return _bound(problem, budget, bound_seconds)
+        return _bound(problem, budget)
     try:
         done = simulate(problem.step, allowed=budget, device=problem.device, method=made(method, plan_seconds))
     except (BudgetInfeasible, NoPlanFound) as error:
@@ -325,46 +316,34 @@ def made(method: str, plan_seconds: Seconds) -> AbstractPolicy | AbstractPlanner
     return factory(**{LIMITED: plan_seconds}) if searches(method) else factory()
 
 
-def _bound(problem: SweepProblem, budget: Bytes, limit: Seconds) -> Bound:
-    """The relaxation over all ops, if it is found in time and says more than the plain step's seconds."""
+def _bound(problem: SweepProblem, budget: Bytes) -> Bound:
+    """What recomputation takes at least, if that is more than the plain step's seconds."""
     step, plain = problem.step, problem.plain_seconds
     if budget >= step.plain_peak():
         return Bound(budget_bytes=budget, seconds=plain, kind="plain")
-    planned = Problem(step=step, allowed=budget, device=problem.device)
     try:
-        if len(step.ops) <= MOST_OPS:
-            found = lower_bound(planned, limit, most_nodes=max(len(step.ops), FEWEST_NODES))
-            if found > plain * MORE:
-                return Bound(budget_bytes=budget, seconds=found, kind="relaxation")
-            why = f"The relaxation says no more in {format_seconds(limit)}."
-        else:
-            why = f"The relaxation over {len(step.ops)} ops is too large to solve; over {MOST_OPS} it is tried."
-        coarse = lower_bound(planned, limit)
+        found = lower_bound(Problem(step=step, allowed=budget, device=problem.device))
+    except BudgetInfeasible:
+        return Bound(budget_bytes=budget, seconds=plain, kind="plain", why="Nothing fits that only recomputes.")
     except SpillwayError as error:
         return Bound(budget_bytes=budget, seconds=plain, kind="plain", why=str(error))
-    more = coarse if coarse > plain * MORE else None
-    return Bound(budget_bytes=budget, seconds=plain, kind="plain", coarse_seconds=more, why=why)
+    if found > plain * MORE:
+        return Bound(budget_bytes=budget, seconds=found, kind="cut")
+    return Bound(budget_bytes=budget, seconds=plain, kind="plain", why="Recomputing need not take any time.")
 
 
 def bound_sentence(comparison: Comparison) -> str:
-    """Which lower bound is there, and what else the relaxation says."""
+    """Which lower bound is there."""
     bounds = comparison.bounds
-    relaxed = [bound for bound in bounds if bound.kind == "relaxation"]
-    coarse = [bound for bound in bounds if bound.coarse_seconds is not None]
+    cut = [bound for bound in bounds if bound.kind == "cut"]
     missing = [bound for bound in bounds if bound.why]
     sentences = [
         f"Lower bound: the plain step's {format_seconds(comparison.problem.plain_seconds)}"
-        + (f"; for what only recomputes, Checkmate's LP relaxation under {len(relaxed)} of {len(bounds)} budgets." if
-           relaxed else ".")
-    ]  # fmt: skip
+        + (f"; for what only recomputes, Checkmate's bound under {len(cut)} of {len(bounds)} budgets." if cut else ".")
+    ]
     if missing:
         ((why, _),) = Counter(bound.why for bound in missing).most_common(1)
-        sentences.append(f"Without the LP bound under {len(missing)} of {len(bounds)} budgets: {why}")
-    if coarse:
-        sentences.append(
-            "The LP of the step cut into intervals of ops bounds what Checkmate plans for these intervals; "
-            "what recomputes single ops can be faster."
-        )
+        sentences.append(f"Without that bound under {len(missing)} of {len(bounds)} budgets: {why}")
     return " ".join(sentences)
 
 

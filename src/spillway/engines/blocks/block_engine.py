@@ -315,6 +315,15 @@ class BlockEngine:
         self._runtime.behind = nbytes
 
     @property
+    def spill_full(self) -> bool:
+        """Whether there was no room for what was to leave, so that it stayed, and nothing leaves any more."""
+        return self._runtime.store is not None and self._runtime.store.full
+
+    def when_spill_is_full(self, asked: Callable[[], bool]) -> None:
+        """Have it asked where there is no room, whether what was to leave may stay; else SpillFullError is raised."""
+        self._runtime.when_full = asked
+
+    @property
     def leaving_bytes(self) -> Bytes:
         """Bytes of offloaded storages that are still resident, since their copies out are not done."""
         return self._runtime.store.leaving_bytes if self._runtime.store is not None else 0

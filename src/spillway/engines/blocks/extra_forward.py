@@ -10,7 +10,6 @@ ops take other formulas; of this run nobody uses the numbers.
 from __future__ import annotations
 
 import contextlib
-import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, cast, final
@@ -28,6 +27,7 @@ from spillway.engines.blocks.quiet import quiet
 from spillway.engines.blocks.reach import Reach, reach_of
 from spillway.engines.blocks.saved import over
 from spillway.engines.environment import Environment
+from spillway.engines.tensors.torch_compile import asked_before
 from spillway.internals.private import function_modes, grad_mode, unheard_by_modes
 from spillway.internals.private import storage_address as address
 from spillway.units import Bytes
@@ -79,8 +79,7 @@ def undone(
         stack.enter_context(reach.substituted())
         stack.callback(seen.undo)
         stack.enter_context(environment(environment.capture()))
-        if "torch._dynamo" in sys.modules:  # what is compiled would be given up by its compiler under a mode
-            stack.enter_context(cast(Any, torch.compiler).set_stance("force_eager"))
+        stack.enter_context(asked_before(lambda: False))
         if any(isinstance(part, torch.jit.ScriptModule) for one in modules for part in one.modules()):
             stack.enter_context(cast(Any, torch.jit).optimized_execution(False))  # or it would count as a run
             stack.callback(register_module_forward_pre_hook(_prepared).remove)

@@ -34,7 +34,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, final
 
-from spillway.errors import BudgetInfeasible, NoPlanFound, UsageError
+from spillway.errors import NoPlanFound, UsageError
 from spillway.ir import Gap, Plan, Step
 from spillway.ir.account import account, comes_back
 from spillway.ir.lives import Life, lives_of
@@ -48,7 +48,7 @@ from spillway.methods.checkmate.gaps import gaps_of, without_idle_ends
 from spillway.methods.checkmate.graph import graph_of
 from spillway.methods.checkmate.milp import GAP, INFEASIBLE, OPTIMAL, Program
 from spillway.methods.sqrt_n import SqrtN
-from spillway.units import Bytes, Seconds, format_seconds
+from spillway.units import Seconds, format_seconds
 
 TIGHTENED: Final = 6
 """How often the program is solved for less than the budget."""

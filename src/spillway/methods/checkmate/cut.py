@@ -22,8 +22,8 @@ schedule that is fine within the two halves satisfies them all the same. Where o
 that run as a whole, a finer schedule satisfies nothing of the kind, and the optimum is no bound for it.
 
 Every t gives a bound, the largest of them is one; and where one of the programs has no solution, no such schedule
-exists. Relaxed, k and r between 0 and 1, it is a bound too, if a lower one. The program of one t is Checkmate's with two
-stages in place of as many as there are ops (Jain et al., arXiv:1910.02653, section 4), so it has about as many
+exists. Relaxed, k and r between 0 and 1, it is a bound too, if a lower one. The program of one t is Checkmate's
+(Jain et al., arXiv:1910.02653, section 4) with two stages in place of as many as there are ops, so it has about as many
 variables as the step has ops, not their square.
 """
 
@@ -31,7 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import inf
 from typing import Any, Final, final
 
@@ -73,9 +73,7 @@ class Cut:
     """Values that were made before, are wanted later, and are not in memory then."""
 
 
-def cuts(
-    step: Step, lives: Sequence[Life], allowed: Bytes, *, relaxed: int = RELAXED, exact: int = EXACT
-) -> list[Cut]:
+def cuts(step: Step, lives: Sequence[Life], allowed: Bytes, *, relaxed: int = RELAXED, exact: int = EXACT) -> list[Cut]:
     """The programs that say most, the highest bound first; empty if the step fits as it is.
 
     Counts its work, and looks at no clock: the same step and budget have the same cuts.
@@ -84,25 +82,25 @@ def cuts(
         BudgetInfeasible: No schedule that only recomputes stays within so little.
         UsageError: SciPy is not there.
     """
-    found = [_Program(step, lives, allowed, op).solved(exactly=False) for op in _fullest(step, allowed, relaxed)]
-    _refuse(found, step, allowed)
+    found = []
+    for op in _fullest(step, allowed, relaxed):
+        program = _Program(step, lives, allowed, op)
+        found.append(program.solved(exactly=False))
+        if found[-1].bound == inf:
+            needs = max(program.needs, allowed + 1)
+            raise BudgetInfeasible(
+                needed=needs, allowed=allowed, op=step.ops[op].name, op_index=op, smallest_budget=needs, exact=False
+            )
     best = sorted(found, key=lambda cut: (-cut.bound, cut.op))[:exact]
     solved = [_Program(step, lives, allowed, cut.op).solved(exactly=True) for cut in best]
-    _refuse(solved, step, allowed)
     both = [max(pair, key=lambda cut: cut.bound) for pair in zip(solved, best, strict=True)]
     return sorted(
-        (Cut(op=one.op, bound=most.bound, kept=one.kept, gone=one.gone) for one, most in zip(solved, both, strict=True)),
+        (
+            Cut(op=one.op, bound=most.bound, kept=one.kept, gone=one.gone)
+            for one, most in zip(solved, both, strict=True)
+        ),
         key=lambda cut: (-cut.bound, cut.op),
     )
-
-
-def _refuse(found: Sequence[Cut], step: Step, allowed: Bytes) -> None:
-    for cut in found:
-        if cut.bound == inf:
-            raise BudgetInfeasible(
-                needed=allowed + 1, allowed=allowed, op=step.ops[cut.op].name, op_index=cut.op,
-                smallest_budget=allowed + 1, exact=False,
-            )  # fmt: skip
 
 
 def _fullest(step: Step, allowed: Bytes, most: int) -> list[int]:
@@ -115,9 +113,7 @@ def _fullest(step: Step, allowed: Bytes, most: int) -> list[int]:
     over = [op for op, nbytes in enumerate(levels) if nbytes > allowed]
     stretches = min(most, len(over))
     bounds = [len(over) * part // stretches for part in range(stretches + 1)] if stretches else []
-    return [
-        max(over[first:end], key=lambda op: (levels[op], -op)) for first, end in zip(bounds, bounds[1:], strict=False)
-    ]
+    return [max(over[first:end], key=lambda op: (levels[op], -op)) for first, end in pairwise(bounds)]
 
 
 @final
@@ -147,10 +143,8 @@ class _Program:
     def _useful(self) -> tuple[set[ValueId], set[int]]:
         """What is wanted later of what is made before the op, and what may have to run again for it."""
         step, lives, op = self._step, self._lives, self._op
-        wanted = {
-            value.id for value in step.values
-            if lives[value.id].created < op and (value.id in self._outlives or max(lives[value.id].reads, default=-1) >= op)
-        }  # fmt: skip
+        made = (value.id for value in step.values if lives[value.id].created < op)
+        wanted = {one for one in made if one in self._outlives or max(lives[one].reads, default=-1) >= op}
         useful, again = set(wanted), set[int]()
         for one in reversed(step.ops[:op]):
             if one.replayable and not useful.isdisjoint(one.creates):
@@ -170,12 +164,14 @@ class _Program:
     def _memory(self) -> None:
         step, op = self._step, self._step.ops[self._op]
         busy = {step.values[value].storage for value in (*op.reads, *op.creates)}
-        room = self._unit - sum(step.storages[storage].nbytes for storage in busy)
+        self.needs = sum(step.storages[storage].nbytes for storage in busy)
+        room = self._unit - self.needs
         terms = []
         for value, variable in self._kept.items():
             storage = step.values[value].storage
             if storage not in busy and step.storages[storage].nbytes:
                 terms.append((variable, step.storages[storage].nbytes / self._unit))
+                self.needs += int(self._least[variable]) * step.storages[storage].nbytes
         self._rows.append((terms, -inf, room / self._unit))
 
     def _correct(self) -> None:

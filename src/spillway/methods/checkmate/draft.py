@@ -1,13 +1,12 @@
 """A plan that only recomputes, while it is changed gap by gap, op by op and without a solver.
 
 What a change does to the step is known at once: bytes during and before every op, as `ir.account` counts them, and the
-seconds of what runs again, as `ir.recipes.replayed` does. Only replays that a change touches are made again. A change is
-taken back in the order in which it was made.
+seconds of what runs again, as `ir.recipes.replayed` does. Only replays that a change touches are made again. Changes
+are taken back one by one, the last one first.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -129,7 +128,7 @@ class Draft:
         reached = sorted((one.start if old is None else old, one.start if end is None else end))
         moments = {moment for moment in self._moments_of[one.value] if reached[0] <= moment < reached[1]}
         moments |= {moment for moment in (old, end) if moment is not None}
-        before = []
+        before: list[tuple[int, _Replays]] = []
         for moment in sorted(moments):
             found = self._made(moment)
             if found is None:
@@ -377,7 +376,7 @@ def _idle(step: Step, lives: Sequence[Life]) -> Iterator[Idle]:
         if life.created < 0 or not step.ops[life.created].replayable or storage.present_at_start or not storage.nbytes:
             continue
         for start, end in idle_intervals(life, ops):
-            back = end in life.reads or (end < life.ends if end < ops else end < life.ends)
+            back = end in life.reads or end < life.ends
             yield Idle(value.id, start, end, storage.nbytes, back)
 
 
