@@ -13,7 +13,7 @@ WITHOUT_NATIVE := $(patsubst %,tests/cpu/test_%.py,exactness soft_budget reclaim
 # The interpreter that sees a GPU, with torch, pytest and hypothesis installed: nothing is downloaded for these two.
 GPU_PYTHON ?= python3
 
-.PHONY: demo test test-gpu check docs bench bench-gpu papers clean
+.PHONY: demo test test-newest test-gpu check docs bench bench-gpu papers clean
 
 # Compiled now, so that nothing waits for it later; where there is no compiler everything runs without it.
 demo: $(INSTALLED)
@@ -27,6 +27,11 @@ test: $(INSTALLED)
 	$(RUN)/python -m pytest $(BESIDE) --without-torch tests/pure tests/architecture
 	$(RUN)/python -m pytest $(BESIDE) --ignore=tests/pure --ignore=tests/architecture
 	SPILLWAY_NATIVE=0 $(RUN)/python -m pytest $(BESIDE) $(WITHOUT_NATIVE)
+
+# The same tests with the newest torch that pip finds, in an environment of its own. Once made it stays: remove
+# .venv-newest for a newer one. Checks with ruff and mypy are made with the pinned versions alone.
+test-newest:
+	$(MAKE) VENV=.venv-newest UNPINNED=torch test
 
 check: $(INSTALLED)
 	$(RUN)/ruff check
@@ -50,12 +55,13 @@ bench-gpu:
 	PYTHONPATH=src:. $(GPU_PYTHON) -m benchmarks gpu device_arena
 
 clean:
-	rm -rf $(VENV) site .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-newest site .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 # torch comes first and alone: it is by far the largest, and nothing else may choose its version.
 $(INSTALLED): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "Spillway needs Python 3.11 or newer with venv and pip; none was found." >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(RUN)/python -m pip install --constraint constraints.txt torch
-	$(RUN)/python -m pip install --constraint constraints.txt --editable '.[dev]'
+	sed '/^$(UNPINNED)==/d' constraints.txt > $(VENV)/constraints.txt
+	$(RUN)/python -m pip install --constraint $(VENV)/constraints.txt torch
+	$(RUN)/python -m pip install --constraint $(VENV)/constraints.txt --editable '.[dev]'
 	@touch $@

@@ -56,10 +56,9 @@ def run(size: Size, tell: Tell) -> Result:
         for name in size.models for device in MACHINES for share in SHARES[:3]
     ]  # fmt: skip
     tell("times")
-    taken = {count: _milliseconds(count, size) for count in (24, 100)}
+    taken = {str(count): _milliseconds(count, size) for count in (24, 100)}
     tell("random problems")
     safe = _safety(size, tell)
-    checks = [*_against_bounds(instances), *_against_optima(small), *_of_times(taken), *_of_safety(safe)]
     worst = [
         f"{one['model']} on {one['device']} at {one['share']:.2f} ({one['first_gap']:.2f} points)"
         for one in sorted(instances, key=lambda one: -one["first_gap"])[:3]
@@ -68,8 +67,8 @@ def run(size: Size, tell: Tell) -> Result:
         title=f"plans of `auto` on paper: {len(instances)} problems with a bound, {len(small)} with every choice tried",
         columns=COLUMNS,
         rows=rows,
-        checks=checks,
-        notes=(*NOTES, f"Farthest from the bound: {'; '.join(worst)}.", _told(instances, small, taken, safe, size)),
+        facts={"small": small, "milliseconds": taken, "random": safe},
+        notes=(*NOTES, f"Farthest from the bound: {'; '.join(worst)}.", _told(instances, small, safe, size)),
     )
 
 
@@ -265,6 +264,14 @@ def _safety(size: Size, tell: Tell) -> Mapping[str, Any]:
 # ---------------------------------------------------------------------- targets
 
 
+def _checks(result: Result) -> list[Check]:
+    facts, instances = result.facts, [one for row in result.rows for one in row["instances"]]
+    return [
+        *_against_bounds(instances), *_against_optima(facts["small"]), *_of_times(facts["milliseconds"]),
+        *_of_safety(facts["random"]),
+    ]  # fmt: skip
+
+
 def _against_bounds(instances: Sequence[Mapping[str, Any]]) -> list[Check]:
     first = sorted(one["first_gap"] for one in instances)
     return [
@@ -289,9 +296,9 @@ def _against_optima(small: Sequence[Mapping[str, Any]]) -> list[Check]:
     ]  # fmt: skip
 
 
-def _of_times(taken: Mapping[int, float]) -> list[Check]:
+def _of_times(taken: Mapping[str, float]) -> list[Check]:
     return [
-        Check(what=f"milliseconds for a plan of {count} blocks, process time", measured=taken[count], at_most=most)
+        Check(what=f"milliseconds for a plan of {count} blocks, process time", measured=taken[str(count)], at_most=most)
         for count, most in ((24, 1.0), (100, 5.0))
     ]
 
@@ -308,8 +315,7 @@ def _of_safety(safe: Mapping[str, Any]) -> list[Check]:
 
 
 def _told(
-    instances: Sequence[Mapping[str, Any]], small: Sequence[Mapping[str, Any]], taken: Mapping[int, float],
-    safe: Mapping[str, Any], size: Size,
+    instances: Sequence[Mapping[str, Any]], small: Sequence[Mapping[str, Any]], safe: Mapping[str, Any], size: Size
 ) -> str:  # fmt: skip
     idle = statistics.mean(one["idle_gap"] for one in instances)
     first = statistics.mean(one["first"] for one in small)
@@ -327,6 +333,7 @@ def _told(
 BENCHMARK: Final = Benchmark(
     name="auto_planner",
     run=run,
+    judge=_checks,
     full=Size(
         models=MODELS, solver_seconds=3.0, idle=True, small_blocks=7, random_problems=10_000, times=20
     ),

@@ -1,29 +1,47 @@
-"""`auto` beside plain training, the usual checkpointing and Spillway's other methods, at shares of the plain peak."""
+"""`auto` beside plain training, torch's own ways to train in less memory and Spillway's other methods.
+
+Spillway's methods share a budget, a share of the plain peak. torch's ways have none: beside each of them `auto` runs
+under what that one takes at most.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final
 
 from benchmarks import columns
-from benchmarks.race import CHECKPOINT, PLAIN, Contest
+from benchmarks.race import CHECKPOINT, PLAIN, STILL, TORCH_BUDGET, Contest, found_of
 from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell, frozen
 from benchmarks.timing import median_ratio
-from benchmarks.turns import Answers, account, figures, take_turns, training, verdict
-from spillway.errors import BudgetInfeasible
+from benchmarks.turns import account, profiled_peak, take_turns, training, verdict
+from benchmarks.workers import Job
+from spillway.units import Bytes
 
 AUTO: Final = "auto"
-CHECKPOINTED: Final = ("stdlib-lm", "resnet", "lstm", "unet")
-"""Models whose blocks the benchmark knows."""
+NO_DISK: Final = "auto, no disk"
+TORCHS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
+    {
+        CHECKPOINT: {"checkpoints": True},
+        "selective checkpoint": {"selective": True},
+        "save_on_cpu": {"on_cpu": True},
+        TORCH_BUDGET: {"still": True, "activation_budget": 0.5},
+    }
+)
+"""torch's own ways."""
 OTHERS: Final = ("mimose", "lru", "delta", "window")
 LIMIT: Final = 1.08
 """Times the plain step, at the tight share."""
+RECOMPUTING: Final = 1.10
+"""Times the plain step where nothing may leave, at a share for that."""
 FITS: Final = 1.01
 """Times the plain step, where everything fits."""
 BESIDE: Final = 0.80
 """Times the step of `torch.utils.checkpoint` around every block."""
+STEPS: Final = 3
+"""From which a peak is known."""
 BEST: Final = 1.02
-"""Times the fastest other method of Spillway at the same budget."""
+"""Times the fastest other method at the same budget."""
 
 
 @frozen
@@ -33,6 +51,8 @@ class Size:
     contests: Sequence[Contest]
     percent: int
     """The tight budget, in percent of the plain peak."""
+    without_disk: int
+    """The budget where nothing may leave, in percent of the plain peak."""
     rounds: int
     """Steps that every competitor makes."""
     warm: int
@@ -42,12 +62,9 @@ class Size:
 def run(size: Size, tell: Tell) -> Result:
     """One model after the other."""
     rows: list[Row] = []
-    checks: list[Check] = []
     for contest in size.contests:
-        found = _contest(contest, size, lambda text, model=contest.model: tell(f"{model}: {text}"))  # type: ignore[misc]
-        rows += found
-        checks += _checks({row["competitor"]: row for row in found}, contest.model)
-    return Result(title="auto at a share of the plain peak", columns=COLUMNS, rows=rows, checks=checks, notes=NOTES)
+        rows += _contest(contest, size, lambda text, model=contest.model: tell(f"{model}: {text}"))  # type: ignore[misc]
+    return Result(title="auto at a share of the plain peak", columns=COLUMNS, rows=rows, notes=NOTES)
 
 
 COLUMNS: Final[Sequence[Column]] = (
@@ -62,43 +79,59 @@ COLUMNS: Final[Sequence[Column]] = (
 NOTES: Final = (
     "All competitors of a model train the same batch in processes of their own, a step each in turn, one thread each. "
     "Times are medians; ratios are medians over rounds of the time as a multiple of the plain time of that round.",
-    "Checkpoint: `torch.utils.checkpoint` (not reentrant) around every block, without a budget.",
+    "Checkpoint: `torch.utils.checkpoint` (not reentrant) around every block; selective: the same, with products of "
+    "matrices and convolutions kept; `save_on_cpu`: around the step, which on a CPU copies and saves nothing; "
+    "activation budget 0.5: torch's `activation_memory_budget` under `torch.compile(backend='aot_eager')`, without "
+    "dropout, with which torch's gradients are wrong, and beside a plain run without it where the model has any. None "
+    "of these has a budget: `auto as ...` runs under what that one takes at most, where that is less than plain takes.",
+    "No disk: `Auto(moves=False)`, where nothing may leave.",
 )
 
 
 def _contest(contest: Contest, size: Size, tell: Tell) -> list[Row]:
-    def job(method: str | None = None, budget: int | None = None, **flags: bool) -> Any:
-        return training(contest.model, contest.options, batches=1, method=method, budget=budget, **flags)
+    def job(method: str | None = None, budget: Bytes | None = None, *, still: bool = False, **flags: Any) -> Job:
+        return training(contest.model, contest.options, method=method, budget=budget, still=still, **flags)
 
     tell("peaks")
-    peaks = {PLAIN: account(job("keep-all"), 3)}
+    peaks = {PLAIN: account(job("keep-all"), STEPS)}
     jobs = {PLAIN: job()}
-    if contest.model in CHECKPOINTED:
-        peaks[CHECKPOINT] = account(job("keep-all", checkpoints=True), 3)
-        jobs[CHECKPOINT] = job(checkpoints=True)
+    if contest.dropout:
+        jobs[STILL] = job(still=True)
+    for name, flags in TORCHS.items():
+        jobs[name] = job(**flags)
+        told = name != TORCH_BUDGET
+        peaks[name] = account(job("keep-all", **flags), STEPS) if told else profiled_peak(jobs[name], STEPS)
+        if peaks[name] < peaks[PLAIN]:
+            jobs[_as(name)] = job(AUTO, peaks[name], still=name == TORCH_BUDGET)
     tight = peaks[PLAIN] * size.percent // 100
     jobs |= {name: job(name, tight) for name in (AUTO, *OTHERS)}
+    jobs[NO_DISK] = job(NO_DISK, peaks[PLAIN] * size.without_disk // 100)
     jobs[f"{AUTO}, fits"] = job(AUTO, 2 * peaks[PLAIN])
     answers = take_turns(jobs, size.rounds, tell)
     return [
         {
             "model": contest.model, "competitor": name, "budget_bytes": one.options["budget"],
-            "peak_bytes": peaks.get(name), **_found(name, answers, size.warm, peaks.get(name)),
+            "peak_bytes": peaks.get(name),
+            **found_of(name, answers, size.warm, peaks.get(name), still=name.endswith(TORCH_BUDGET)),
         }
         for name, one in jobs.items()
     ]  # fmt: skip
 
 
-def _found(name: str, answers: Mapping[str, Answers | BudgetInfeasible], warm: int, peak: int | None) -> dict[str, Any]:
-    found, beside = answers[name], answers[PLAIN]
-    if isinstance(found, BudgetInfeasible):
-        return {"losses": f"refused, needs {found.smallest_budget / found.allowed:.2f} x"}
-    assert not isinstance(beside, BudgetInfeasible)
-    told = figures(found, beside, warm, peak)
-    return {**told, "walls": [answer["wall"] for answer in found[warm:]], "losses": verdict(told.pop("identical"))}
+def _as(name: str) -> str:
+    return f"{AUTO} as {name}"
 
 
-def _checks(rows: Mapping[str, Row], model: str) -> list[Check]:
+def _checks(result: Result) -> list[Check]:
+    models = dict.fromkeys(row["model"] for row in result.rows)
+    return [
+        check
+        for model in models
+        for check in _of_model({row["competitor"]: row for row in result.rows if row["model"] == model}, model)
+    ]
+
+
+def _of_model(rows: Mapping[str, Row], model: str) -> list[Check]:
     answered = {name: row for name, row in rows.items() if "ratio" in row}
     checks = [
         Check(what=f"{model}, competitors whose losses differ", measured=_differing(rows)),
@@ -110,34 +143,43 @@ def _checks(rows: Mapping[str, Row], model: str) -> list[Check]:
     if AUTO not in answered:
         return checks
     auto = answered[AUTO]
-    over = max(auto["peak_bytes"] - auto["budget_bytes"], 0)
-    checks.append(Check(what=f"{model}, auto, bytes over the budget", measured=over))
+    over = max(max(one["peak_bytes"] - one["budget_bytes"], 0) for one in answered.values() if one["budget_bytes"])
+    checks.append(Check(what=f"{model}, bytes over a budget", measured=over))
     checks.append(Check(what=f"{model}, auto, times the plain step", measured=auto["ratio"], at_most=LIMIT))
-    limits = {CHECKPOINT: BESIDE, min(OTHERS, key=lambda name: answered.get(name, {}).get("ratio", 1e9)): BEST}
-    for other, limit in limits.items():
-        if other in answered:
-            beside = median_ratio(auto["walls"], answered[other]["walls"])
-            checks.append(Check(what=f"{model}, auto, times {other}", measured=beside, at_most=limit))
+    if NO_DISK in answered:
+        alone = answered[NO_DISK]["ratio"]
+        checks.append(Check(what=f"{model}, auto, no disk, times the plain step", measured=alone, at_most=RECOMPUTING))
+    best = min(OTHERS, key=lambda name: answered.get(name, {}).get("ratio", 1e9))
+    pairs = [(AUTO, best, BEST), *((_as(name), name, BESIDE if name == CHECKPOINT else BEST) for name in TORCHS)]
+    for name, other, limit in pairs:
+        if name in answered and other in answered:
+            beside = median_ratio(answered[name]["walls"], answered[other]["walls"])
+            checks.append(Check(what=f"{model}, {name}, times {other}", measured=beside, at_most=limit))
     return checks
 
 
 def _differing(rows: Mapping[str, Row]) -> int:
-    return sum(row["losses"] == verdict(identical=False) for row in rows.values())
+    exact = [row for name, row in rows.items() if name != TORCH_BUDGET]  # that one compiles
+    return sum(row["losses"] == verdict(identical=False) for row in exact)
 
 
 BENCHMARK: Final = Benchmark(
     name="auto_race",
     run=run,
+    judge=_checks,
     full=Size(
         contests=[
-            Contest(model="stdlib-lm"), Contest(model="resnet"), Contest(model="lstm"), Contest(model="unet"),
-            Contest(model="bert-small"), Contest(model="gpt-small"),
+            Contest(model="stdlib-lm", dropout=True), Contest(model="resnet"), Contest(model="lstm"),
+            Contest(model="unet"), Contest(model="bert-small", dropout=True), Contest(model="gpt-small", dropout=True),
             Contest(model="vit-small"),
         ],
-        percent=40, rounds=13, warm=6,
+        percent=40, without_disk=55, rounds=13, warm=6,
     ),
     quick=Size(
-        contests=[Contest(model="stdlib-lm", options={"width": 64, "layers": 2, "longest": 96})],
-        percent=60, rounds=8, warm=6,
+        contests=[
+            Contest(model="stdlib-lm", options={"width": 64, "layers": 2, "longest": 96}, dropout=True),
+            Contest(model="bert-small", options={"layers": 2, "width": 64}, dropout=True),
+        ],
+        percent=60, without_disk=70, rounds=8, warm=6,
     ),
 )  # fmt: skip

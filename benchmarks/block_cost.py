@@ -154,13 +154,10 @@ def _python_calls(function: Callable[[], None]) -> int:
 
 def run(size: Size, tell: Tell) -> Result:
     """Measure every competitor on every model."""
-    rows = [row for model in size.models for row in _rows(model, size.rounds, tell)]
-    judged = [row for row in rows if row["judged"]]
     return Result(
         title="what a forward and a backward cost under the block engine",
         columns=COLUMNS,
-        rows=rows,
-        checks=[check for row in judged for check in _checks(row)],
+        rows=[row for model in size.models for row in _rows(model, size.rounds, tell)],
         notes=NOTES,
     )
 
@@ -234,7 +231,13 @@ def _times(clock: Clock, clocks: Mapping[str, Clock], blocks: int) -> dict[str, 
     }
 
 
-def _checks(row: Row) -> Iterator[Check]:
+def _checks(result: Result) -> Iterator[Check]:
+    for row in result.rows:
+        if row["judged"]:
+            yield from _of_row(row)
+
+
+def _of_row(row: Row) -> Iterator[Check]:
     if row["competitor"] == BYPASSED:
         what = f"idle, times the plain step, {row['model']}"
         yield Check(what=what, measured=row["ratio"], at_most=IDLE_LIMIT)
@@ -259,6 +262,7 @@ def _resnet(**options: Any) -> Model:
 BENCHMARK: Final = Benchmark(
     name="block_cost",
     run=run,
+    judge=_checks,
     full=Size(
         models=(
             _bert(layers=6, width=256, batch=8, length=128),

@@ -14,7 +14,7 @@ import numpy
 from numpy.typing import NDArray
 
 from spillway.costs.device import Device
-from spillway.costs.roofline import SHARES, OpKind, Share, Shares, kind_of, modelled, work_of
+from spillway.costs.roofline import SHARES, OpKind, Share, Shares, modelled, work_of
 from spillway.errors import UsageError
 from spillway.ir.step import Step
 from spillway.units import Seconds
@@ -45,7 +45,8 @@ def calibrate(steps: Sequence[Step], device: Device) -> Shares:
     for step in steps:
         for op in step.ops:
             if op.seconds is not None:
-                samples[kind_of(op)].append((*work_of(step, op), op.seconds))
+                work = work_of(step, op)
+                samples[work.kind].append((work.flops, work.traffic, op.seconds))
     if not samples:
         raise UsageError("No op of these steps has seconds: calibrate with steps that were measured.")
     columns = {kind: _columns(rows, device) for kind, rows in samples.items()}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -62,16 +62,18 @@ def run(size: Size, tell: Tell) -> Result:
             drops="drops",
         ),
         rows=[_row(method, [one for one in ran if one["method"] == method]) for method in size.methods],
-        checks=[
-            Check(what="runs that are wrong", measured=sum(bool(one["complaints"]) for one in ran)),
-            Check(what="planted faults that are not told", measured=_untold()),
-        ],
+        facts={"untold": _untold()},
         notes=(
             *NOTES,
             *(f"Programs of {world} processes: {'; '.join(programs)}." for world, programs in size.programs.items()),
             *_wrong(ran),
         ),
     )  # fmt: skip
+
+
+def _checks(result: Result) -> Iterator[Check]:
+    yield Check(what="runs that are wrong", measured=sum(row["wrong"] for row in result.rows))
+    yield Check(what="planted faults that are not told", measured=result.facts["untold"])
 
 
 def _kept(size: Size, journal: Path, world: int, program: str) -> list[dict[str, Any]]:
@@ -142,6 +144,7 @@ def _wrong(ran: Sequence[dict[str, Any]]) -> list[str]:
 BENCHMARK: Final = Benchmark(
     name="collectives",
     run=run,
+    judge=_checks,
     full=Size(
         programs={2: tuple(PROGRAMS), 3: AMONG_THREE}, methods=(*TENSOR_METHODS, *BLOCK_METHODS), shares=SHARES,
     ),

@@ -68,7 +68,8 @@ def _asked(arguments: Sequence[str], offered: Collection) -> argparse.Namespace:
 def _run(benchmark: Benchmark, folder: Path | None, offered: Collection, *, quick: bool) -> int:
     described, loads, began = machine.describe(), [machine.load()], time.perf_counter()
     try:
-        result = benchmark.run(benchmark.quick if quick else benchmark.full, lambda text: _tell(benchmark.name, text))
+        size = benchmark.quick if quick else benchmark.full
+        result = benchmark.measured(size, lambda text: _tell(benchmark.name, text))
     except Skipped as reason:
         _tell(benchmark.name, f"skipped: {reason}")
         return 0

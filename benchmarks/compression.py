@@ -62,7 +62,6 @@ def run(size: Size, tell: Tell) -> Result:
         title=f"Saved tensors in 2, 4 and 8 bits; {size.draws} draws, {size.steps} steps",
         columns=COLUMNS,
         rows=rows,
-        checks=list(_checks(rows, size)),
         notes=NOTES,
     )
 
@@ -89,15 +88,15 @@ NOTES: Final = (
 )
 
 
-def _checks(rows: Sequence[Row], size: Size) -> Iterator[Check]:
-    for row in rows:
+def _checks(result: Result) -> Iterator[Check]:
+    for row in result.rows:
         subject = row["subject"]
         if row["what"] == "held" and row["bits"] == ISSUE:
             yield Check(what=f"share of what blocks of the {subject} hold", measured=row["ratio"], at_most=HELD)
         if subject in UNBIASED:
             yield Check(what=f"bias of weight gradients, {subject} x its noise", measured=row["bias"], at_most=BIAS)
         if row.get("action") == Action.COMPRESS.value and row["bits"] == ISSUE:
-            what = f"final loss of the {subject} after {size.steps} steps, off the plain one"
+            what = f"final loss of the {subject}, off the plain one"
             yield Check(what=what, measured=abs(row["beyond"]), at_most=LOSS)
 
 
@@ -222,6 +221,7 @@ def _final(name: str, action: Action, bits: int, steps: int, tell: Tell) -> floa
 BENCHMARK: Final = Benchmark(
     name="compression",
     run=run,
+    judge=_checks,
     full=Size(
         models=("language model", "residual network"),
         draws=1000,

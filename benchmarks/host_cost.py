@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from typing import Any, Final, final
@@ -210,13 +210,19 @@ def run(size: Size, tell: Tell) -> Result:
         title="what a step costs beyond plain when nothing has to leave",
         columns=COLUMNS,
         rows=[*rows, *known, *real],
-        checks=[
-            *(_check(row, LIMITS[row["competitor"]]) for row in rows if row["competitor"] in LIMITS),
-            *(_known_check(row) for row in known),
-            *(_check(row, REAL_LIMIT) for row in real),
-        ],
         notes=NOTES,
     )
+
+
+def _checks(result: Result) -> Iterator[Check]:
+    for row in result.rows:
+        kind, of = row["competitor"], f"{row['competitor']}, {row['shape']}"
+        if kind in KNOWN:
+            what = f"CPU of a step over plain, {of}"
+            yield Check(what=what, measured=row["cpu_ratio"], at_most=KNOWN_LIMIT)
+        elif kind == REAL or kind in LIMITS:
+            limit = REAL_LIMIT if kind == REAL else LIMITS[kind]
+            yield Check(what=f"CPU us per op over plain, {of}", measured=row["cpu_us_per_op"], at_most=limit)
 
 
 def _ops_of(trained: Encoder | Real) -> int:
@@ -290,19 +296,10 @@ def _known_row(kind: str, shape: Shape | str, ops: int, turns: Sequence[Any]) ->
     return _row(kind, shape, ops, times, plain) | ratios
 
 
-def _check(row: Row, limit: float) -> Check:
-    what = f"CPU us per op over plain, {row['competitor']}, {row['shape']}"
-    return Check(what=what, measured=row["cpu_us_per_op"], at_most=limit)
-
-
-def _known_check(row: Row) -> Check:
-    what = f"CPU of a step over plain, {row['competitor']}, {row['shape']}"
-    return Check(what=what, measured=row["cpu_ratio"], at_most=KNOWN_LIMIT)
-
-
 BENCHMARK: Final = Benchmark(
     name="host_cost",
     run=run,
+    judge=_checks,
     full=Size(
         rounds=31,
         steps=10,

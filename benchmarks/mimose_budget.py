@@ -9,7 +9,7 @@ evenly, because the data's own are not public. The last model's size is two leng
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Final
 
@@ -99,7 +99,6 @@ def run(size: Size, tell: Tell) -> Result:
         title=f"{size.steps} steps of changing length on the block engine, the exact peak of each",
         columns=COLUMNS,
         rows=rows,
-        checks=[check for row in rows for check in _checks(row)],
         notes=NOTES,
     )
 
@@ -207,18 +206,18 @@ def _row(
     }
 
 
-def _checks(row: Row) -> list[Check]:
-    cell = f"{row['model']}, budget at {row['share']}"
-    return [
-        Check(what=f"{cell}: steps over budget, of {row['steps']}", measured=row["over"]),
-        Check(what=f"{cell}: steps refused", measured=row["refused"]),
-        Check(what=f"{cell}: losses that differ from plain", measured=row["differing_losses"]),
-    ]
+def _checks(result: Result) -> Iterator[Check]:
+    for row in result.rows:
+        cell = f"{row['model']}, budget at {row['share']}"
+        yield Check(what=f"{cell}: steps over budget, of {row['steps']}", measured=row["over"])
+        yield Check(what=f"{cell}: steps refused", measured=row["refused"])
+        yield Check(what=f"{cell}: losses that differ from plain", measured=row["differing_losses"])
 
 
 BENCHMARK: Final = Benchmark(
     name="mimose_budget",
     run=run,
+    judge=_checks,
     full=Size(subjects=range(len(SUBJECTS)), steps=1000),
     quick=Size(subjects=(0,), steps=12, shares=(0.4,)),
 )

@@ -9,8 +9,8 @@ from typing import Any, Final
 from benchmarks import columns
 from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell, frozen
 from benchmarks.timing import median_ratio
-from benchmarks.turns import Answers, account, figures, take_turns, training, verdict
-from benchmarks.workers import Job, started
+from benchmarks.turns import Answers, account, figures, profiled_peak, take_turns, training, verdict
+from benchmarks.workers import Job
 from spillway.errors import BudgetInfeasible
 from spillway.units import Bytes
 
@@ -31,8 +31,8 @@ class Contest:
 
     model: str
     options: Mapping[str, Any] = field(default_factory=dict)
-    without_dropout: Mapping[str, Any] = field(default_factory=dict)
-    """Options that switch dropout off, if the model has any."""
+    dropout: bool = False
+    """Whether the model has any."""
 
 
 @frozen
@@ -52,12 +52,9 @@ class Size:
 def run(size: Size, tell: Tell) -> Result:
     """One contest after the other."""
     rows: list[Row] = []
-    checks: list[Check] = []
     for contest in size.contests:
-        found = _contest(contest, size, lambda text, model=contest.model: tell(f"{model}: {text}"))  # type: ignore[misc]
-        rows += found
-        checks += _checks({row["competitor"]: row for row in found}, contest.model)
-    return Result(title="ways to train in less memory", columns=COLUMNS, rows=rows, checks=checks, notes=NOTES)
+        rows += _contest(contest, size, lambda text, model=contest.model: tell(f"{model}: {text}"))  # type: ignore[misc]
+    return Result(title="ways to train in less memory", columns=COLUMNS, rows=rows, notes=NOTES)
 
 
 COLUMNS: Final[Sequence[Column]] = (
@@ -84,21 +81,18 @@ NOTES: Final = (
 
 def _contest(contest: Contest, size: Size, tell: Tell) -> list[Row]:
     def job(method: str | None = None, budget: Bytes | None = None, still: bool = False, **flags: Any) -> Job:
-        options = {**contest.options, **(contest.without_dropout if still else {})}
-        return training(contest.model, options, batches=size.batches, method=method, budget=budget, **flags)
+        more = {"batches": size.batches, "method": method, "budget": budget, "still": still, **flags}
+        return training(contest.model, contest.options, **more)
 
     tell("peaks")
     steps = size.batches + 1  # the optimizer's state is there from the second on
-    profiled = Job(function="benchmarks.training:profiled", options=job(still=True, activation_budget=0.5).options)
-    with started(profiled) as worker:
-        seen = [worker.ask()["peak"] for _ in range(steps)][1:]
     peaks = {
         PLAIN: account(job("keep-all"), steps),
         CHECKPOINT: account(job("keep-all", checkpoints=True), steps),
-        TORCH_BUDGET: max(seen),
+        TORCH_BUDGET: profiled_peak(job(still=True, activation_budget=0.5), steps),
     }
     jobs = {PLAIN: job(), CHECKPOINT: job(checkpoints=True)}
-    if contest.without_dropout:
+    if contest.dropout:
         jobs[STILL] = job(still=True)
     jobs[TORCH_BUDGET] = job(still=True, activation_budget=0.5)
     for percent in size.percents:
@@ -110,31 +104,49 @@ def _contest(contest: Contest, size: Size, tell: Tell) -> list[Row]:
     return [
         {
             "model": contest.model, "competitor": name, "budget_bytes": job.options["budget"],
-            "peak_bytes": peaks.get(name), **_found(name, answers, size.warm, peaks.get(name)),
+            "peak_bytes": peaks.get(name),
+            **found_of(name, answers, size.warm, peaks.get(name), still=name == TORCH_BUDGET),
         }
         for name, job in jobs.items()
     ]  # fmt: skip
 
 
-def _found(
-    name: str, answers: Mapping[str, Answers | BudgetInfeasible], warm: int, peak: Bytes | None
+def found_of(
+    name: str, answers: Mapping[str, Answers | BudgetInfeasible], warm: int, peak: Bytes | None, *, still: bool
 ) -> dict[str, Any]:
+    """What a competitor did beside plain, or why it is refused.
+
+    Arguments:
+        warm: Rounds that do not count.
+        peak: Of a competitor without a session.
+        still: Whether it trains without dropout, and is held to a plain run without, where there is one.
+    """
     found = answers[name]
     if isinstance(found, BudgetInfeasible):
         return {"losses": f"refused, needs {found.smallest_budget / found.allowed:.2f} x"}
-    beside = answers[STILL if name == TORCH_BUDGET and STILL in answers else PLAIN]
+    beside = answers[STILL if still and STILL in answers else PLAIN]
     assert not isinstance(beside, BudgetInfeasible)
     told = figures(found, beside, warm, peak)
     losses = "no dropout" if name == STILL else verdict(told.pop("identical"))
     return {**told, "walls": [answer["wall"] for answer in found[warm:]], "losses": losses}
 
 
-def _checks(rows: Mapping[str, Row], model: str) -> list[Check]:
+def _checks(result: Result) -> list[Check]:
+    models = dict.fromkeys(row["model"] for row in result.rows)
+    return [
+        check
+        for model in models
+        for check in _of_model({row["competitor"]: row for row in result.rows if row["model"] == model}, model)
+    ]
+
+
+def _of_model(rows: Mapping[str, Row], model: str) -> list[Check]:
     """DELTA at the middle budget against plain and against the other two, freed memory returned and kept."""
-    checks = []
+    checks, refused = list[Check](), 0
     for ending in ("", ", kept"):
         delta = rows.get(f"{DELTA}, {MIDDLE} %{ending}", {})
         if "ratio" not in delta:
+            refused += 1
             continue
         what = f"{model}, {delta['competitor']}, time as a multiple of"
         checks.append(Check(what=f"{what} the plain step", measured=delta["ratio"], at_most=LIMIT))
@@ -143,15 +155,20 @@ def _checks(rows: Mapping[str, Row], model: str) -> list[Check]:
                 ratio = median_ratio(delta["walls"], other["walls"])
                 checks.append(Check(what=f"{what} that of {other['competitor']}", measured=ratio, at_most=1.0))
     different = sum(row["losses"] == "DIFFER" for name, row in rows.items() if name != TORCH_BUDGET)
-    return [*checks, Check(what=f"{model}, competitors whose losses differ from plain", measured=different)]
+    return [
+        *checks,
+        Check(what=f"{model}, {DELTA}, {MIDDLE} %, refused", measured=refused),
+        Check(what=f"{model}, competitors whose losses differ from plain", measured=different),
+    ]
 
 
 BENCHMARK: Final = Benchmark(
     name="race",
     run=run,
+    judge=_checks,
     full=Size(
         contests=[
-            Contest(model="stdlib-lm", options={"grouped": 1}, without_dropout={"dropout": 0.0}),
+            Contest(model="stdlib-lm", options={"grouped": 1}, dropout=True),
             Contest(model="resnet"),
             Contest(model="lstm"),
             Contest(model="unet"),
@@ -161,8 +178,7 @@ BENCHMARK: Final = Benchmark(
     quick=Size(
         contests=[
             Contest(
-                model="stdlib-lm", options={"grouped": 1, "width": 64, "layers": 2, "longest": 96},
-                without_dropout={"dropout": 0.0},
+                model="stdlib-lm", options={"grouped": 1, "width": 64, "layers": 2, "longest": 96}, dropout=True
             )
         ],
         percents=(50,), batches=1, rounds=3, warm=1,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, dataclass_transform
 
@@ -67,7 +67,7 @@ class Check:
 
 @frozen
 class Result:
-    """One benchmark's outcome."""
+    """One benchmark's outcome, of which everything but the pictures is kept as JSON."""
 
     title: str
     """What was measured, in a line."""
@@ -75,8 +75,10 @@ class Result:
     """The table's columns."""
     rows: Sequence[Row]
     """The table's rows."""
-    checks: Sequence[Check]
-    """Every figure that has a target."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """Figures that something is demanded of and that stand in no row, as JSON can hold them."""
+    checks: Sequence[Check] = ()
+    """Every figure that has a target: what `Benchmark.judge` says of the rows and the facts."""
     notes: Sequence[str] = ()
     """What a reader has to know to read the table."""
     pictures: Mapping[str, bytes] = field(default_factory=dict)
@@ -90,11 +92,19 @@ class Benchmark:
     name: str
     """What the command line calls it."""
     run: Callable[[Any, Tell], Result]
-    """Takes one of the sizes."""
+    """Takes one of the sizes, and measures."""
+    judge: Callable[[Result], Iterable[Check]]
+    """What is demanded of a result. It looks at rows and facts and at nothing else, so that a result that was kept, or
+    one in which a fault was planted, can be judged like one that was measured just now."""
     full: Any
     """The size whose figures count."""
     quick: Any
     """A size that shows within seconds whether the benchmark runs; its figures mean nothing."""
+
+    def measured(self, size: Any, tell: Tell) -> Result:
+        """A result with its checks."""
+        result = self.run(size, tell)
+        return replace(result, checks=list(self.judge(result)))
 
 
 @frozen

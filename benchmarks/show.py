@@ -33,6 +33,7 @@ def document(name: str, result: Result, machine: dict[str, Any], loads: list[flo
         "load": loads,
         "seconds": round(seconds, 1),
         "rows": [dict(row) for row in result.rows],
+        "facts": dict(result.facts),
         "checks": [
             {"what": c.what, "measured": c.measured, "at_most": c.at_most, "met": c.met, "sentence": c.sentence()}
             for c in result.checks

@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import resource
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from itertools import cycle
 from types import MappingProxyType
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import spillway
 from benchmarks import models
@@ -42,6 +44,7 @@ METHODS: Mapping[str, Callable[[], AbstractPolicy | AbstractPlanner | AbstractBl
         "window": Window,
         "lms": LMS,
         "auto": Auto,
+        "auto, no disk": lambda: Auto(moves=False),
         "mimose": Mimose,
     }
 )
@@ -49,6 +52,11 @@ METHODS: Mapping[str, Callable[[], AbstractPolicy | AbstractPlanner | AbstractBl
 
 BLOCKS = (Block, BasicBlock, Layer, *models.BLOCKS)
 """The blocks of the models that come with Spillway, and of the benchmarks' own."""
+BLOCKS_BY_NAME = ("BertLayer", "GPT2Block", "ViTLayer")
+"""Those of transformers, which may not be installed."""
+_aten = torch.ops.aten
+KEPT = (_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default, _aten.convolution.default)
+"""What selective checkpointing keeps: products of matrices, and convolutions, which are such products."""
 
 NEARLY_LONGEST = 0.9
 """Batches count as long from this share of the longest on."""
@@ -56,23 +64,35 @@ NEARLY_LONGEST = 0.9
 
 @final
 class Checkpointed(nn.Module):
-    """A block that keeps its input only and runs again in the backward."""
+    """A block that keeps its input, and products of matrices if it is selective, and runs again in the backward."""
 
-    def __init__(self, block: nn.Module) -> None:
+    def __init__(self, block: nn.Module, *, selective: bool = False) -> None:
         super().__init__()
         self.block = block
+        self._how: dict[str, Any] = {"use_reentrant": False}
+        if selective:
+            self._how["context_fn"] = partial(create_selective_checkpoint_contexts, list(KEPT))
 
-    def forward(self, x: Tensor) -> Any:
-        return checkpoint(self.block, x, use_reentrant=False)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(self.block, *args, **self._how, **kwargs)
 
 
-def checkpoint_every_block(model: nn.Module) -> int:
+def checkpoint_every_block(model: nn.Module, *, selective: bool = False) -> int:
     """Put `torch.utils.checkpoint` around every block of a model; how many there were."""
     found = [(parent, name, child) for parent in model.modules() for name, child in parent.named_children()]
-    blocks = [place for place in found if isinstance(place[2], BLOCKS)]
+    blocks = [place for place in found if isinstance(place[2], BLOCKS) or type(place[2]).__name__ in BLOCKS_BY_NAME]
     for parent, name, block in blocks:
-        setattr(parent, name, Checkpointed(block))
+        setattr(parent, name, Checkpointed(block, selective=selective))
     return len(blocks)
+
+
+def without_dropout(model: nn.Module) -> None:
+    """Let a model drop nothing."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        elif isinstance(getattr(module, "dropout", None), float):
+            module.dropout = 0.0  # type: ignore[assignment]
 
 
 def size_of(batch: Batch) -> int:
@@ -121,8 +141,9 @@ class Trainer:
 
     def __init__(
         self, workload: Workload, batches: list[Batch], session: spillway.Session | None, memory: PeakMemory,
-        arena: Arena | None = None,
+        arena: Arena | None = None, *, on_cpu: bool = False,
     ) -> None:  # fmt: skip
+        self._on_cpu = on_cpu
         self.workload = workload
         self._batches: Iterator[Batch] = cycle(batches)
         self.session = session
@@ -148,13 +169,20 @@ class Trainer:
         }
 
     def _step(self, batch: Batch) -> AbstractContextManager[object]:
-        return nullcontext() if self.session is None else self.session.step(batch)
+        step = nullcontext() if self.session is None else self.session.step(batch)
+        if not self._on_cpu:
+            return step
+        both = ExitStack()
+        both.enter_context(step)
+        both.enter_context(save_on_cpu())
+        return both
 
 
 def trainer(
     *, workload: str, options: dict[str, Any], batches: int = 1, method: str | None = None, budget: Bytes | None = None,
-    checkpoints: bool = False, return_freed: bool = True, activation_budget: float | None = None,
-    arena: bool = False, native: bool = True, io: SpillIO = "buffered",
+    still: bool = False, checkpoints: bool = False, selective: bool = False, on_cpu: bool = False,
+    return_freed: bool = True, activation_budget: float | None = None, arena: bool = False, native: bool = True,
+    io: SpillIO = "buffered",
 ) -> Trainer:  # fmt: skip
     """A competitor that trains a workload on its long batches.
 
@@ -163,7 +191,10 @@ def trainer(
         batches: How many of them are trained on in turn.
         method: A name in `METHODS`; None for no session.
         budget: Of the session; None only keeps account.
+        still: Whether dropout is off.
         checkpoints: Whether every block is checkpointed.
+        selective: The same, with products of matrices kept.
+        on_cpu: Whether what autograd saves is copied to host memory, by torch's `save_on_cpu`.
         return_freed: As of `spillway.manage`.
         activation_budget: Share of the activations that `torch.compile` keeps; None runs without it.
         arena: Whether tensors are born in the arena without a session, as they are with one.
@@ -177,8 +208,10 @@ def trainer(
     warm_up()
     memory = PeakMemory()
     built = models.build(workload, options)
-    if checkpoints:
-        checkpoint_every_block(built.model)
+    if still:
+        without_dropout(built.model)
+    if checkpoints or selective:
+        checkpoint_every_block(built.model, selective=selective)
     if activation_budget is not None:
         torch._functorch.config.activation_memory_budget = activation_budget
         built.model.compile(backend="aot_eager", dynamic=False)
@@ -188,7 +221,7 @@ def trainer(
             built.model, built.optimizers, budget=budget, method=METHODS[method](),
             spill=spillway.SpillOptions(return_freed=return_freed, io=io),
         )  # fmt: skip
-    return Trainer(built, inputs, session, memory, served)
+    return Trainer(built, inputs, session, memory, served, on_cpu=on_cpu)
 
 
 def warm_up() -> None:

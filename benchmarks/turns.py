@@ -51,6 +51,13 @@ def account(job: Job, steps: int) -> Bytes:
         return max(worker.ask()["report"]["peak_bytes"] for _ in range(steps))
 
 
+def profiled_peak(job: Job, steps: int) -> Bytes:
+    """The highest of as many steps of what no session can watch, by its allocations. The first does not count: the
+    optimizer has its state from the second on."""
+    with started(Job(function="benchmarks.training:profiled", options=job.options)) as worker:
+        return max([worker.ask()["peak"] for _ in range(steps)][1:])
+
+
 def figures(found: Answers, plain: Answers, warm: int, peak: Bytes | None = None) -> dict[str, Any]:
     """What a competitor did, and how it did beside plain steps of the same rounds, the first `warm` not timed.
 

@@ -27,6 +27,17 @@ def shared(path: str) -> Path:
     return found
 
 
+def without_page(said: str) -> list[str]:
+    """The lines of standard error, without the last if that only names where the documents speak of an error."""
+    *lines, last = said.splitlines() or [""]
+    return lines if lines and last.startswith("spillway: what to do: docs/errors.md#") else [*lines, last]
+
+
+def notes_of(error: BaseException) -> list[str]:
+    """Notes of an error, without the one that only names where the documents speak of it."""
+    return [note for note in getattr(error, "__notes__", ()) if not note.startswith("What to do: docs/errors.md#")]
+
+
 def some_of(cases: Iterable[Any], share: float) -> list[Any]:
     """A share of the cases, the same ones in every run and process; in the full audit all of them."""
     every = list(cases)

@@ -8,7 +8,7 @@ from typing import Final
 from benchmarks.record import Benchmark, Tell
 from benchmarks.training import account, longest_batch
 from benchmarks.trainings import path_of
-from papers.curves import Size, compared
+from papers.curves import Size, checks, compared
 from spillway.units import Bytes
 from spillway.workloads import get
 
@@ -26,6 +26,7 @@ NOTES: Final = ("The paper's runs end at 1.5947 and 1.6054, plain and under DELT
 BENCHMARK: Final = Benchmark(
     name="convergence",
     run=partial(compared, "DELTA's Fig. 6", half_of_the_peak, NOTES),
+    judge=checks,
     full=Size(workload="small_resnet", steps=500, methods=METHODS),
     quick=Size(workload="tiny_lm", steps=6, methods=METHODS),
 )

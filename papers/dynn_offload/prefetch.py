@@ -61,7 +61,7 @@ def run(size: Size, tell: Tell) -> Result:
                     )
     return Result(
         title="DyNN-Offload: forwards on demand, by pilot, and with the referee", columns=COLUMNS, rows=rows,
-        notes=NOTES, checks=list(_checks(rows)),
+        notes=NOTES,
     )  # fmt: skip
 
 
@@ -127,7 +127,8 @@ def _row(recorded: RecordedSamples, state: str, seed: int, ratio: float, size: S
     }  # fmt: skip
 
 
-def _checks(rows: Sequence[Row]) -> Iterator[Check]:
+def _checks(result: Result) -> Iterator[Check]:
+    rows = result.rows
     slower = [max(row["time_referee"] / min(1.0, row["time_program_order"]) - 1 for row in rows)] if rows else []
     yield Check(
         what="referee slower than the faster of program order and on demand, the worst row",
@@ -170,6 +171,7 @@ NETWORKS: Final[Mapping[str, tuple[int, ...]]] = {
 BENCHMARK: Final = Benchmark(
     name="dynn_prefetch",
     run=run,
+    judge=_checks,
     full=Size(networks=NETWORKS, steps=2000, ratios=(0.5, 1.0)),
     quick=Size(networks={"var-lstm": (0,)}, steps=40, ratios=(1.0,), published=False),
 )

@@ -7,7 +7,7 @@ from typing import Final
 
 from benchmarks.record import Benchmark, Tell
 from benchmarks.trainings import trained
-from papers.curves import Size, compared
+from papers.curves import Size, checks, compared
 from spillway.report.figures import highest_peak
 from spillway.units import Bytes
 
@@ -33,6 +33,7 @@ NOTES: Final = (
 BENCHMARK: Final = Benchmark(
     name="mimose_convergence",
     run=partial(compared, "Mimose's Fig. 15", half_way, NOTES),
+    judge=checks,
     full=Size(workload="small_lm", steps=300, methods=(MIMOSE, PUBLISHED), idle=(PUBLISHED,)),
     quick=Size(workload="tiny_lm", steps=14, methods=(MIMOSE,)),
 )

@@ -110,9 +110,9 @@ class Tried:
 def run(size: Size, tell: Tell) -> Result:
     """Every network, method by method."""
     found = {network.workload: _measured(network, size, tell) for network in size.networks}
-    checks = [check for name, tried in found.items() for check in _checks(name, tried)]
     rows = [_row(name, one) for name, tried in found.items() for one in tried]
-    return Result(title=TITLE, columns=COLUMNS, rows=rows, checks=checks, notes=NOTES)
+    facts = {"behind": {name: behind_of(tried) for name, tried in found.items()}}
+    return Result(title=TITLE, columns=COLUMNS, rows=rows, facts=facts, notes=NOTES)
 
 
 def _measured(network: Network, size: Size, tell: Tell) -> list[Tried]:
@@ -195,28 +195,33 @@ def prime_between(low: int, high: int) -> int:
     return next(primes, high)
 
 
-def _checks(name: str, tried: Sequence[Tried]) -> Iterator[Check]:
-    fitted = [one.advice.fitted for one in tried if one.advice.fitted is not None]
-    yield Check(
-        what=f"{name}: of {len(tried)} methods those of which nothing was predicted, or that did not fit there",
-        measured=sum(one.throughput is None for one in tried)
-    )  # fmt: skip
-    worst = min((one.memory.r or 0.0 for one in fitted), default=0.0)
-    yield Check(what=f"{name}: 1 - R of memory, the worst method", measured=1 - worst, at_most=round(1 - LINEAR, 6))
-    for what, offs, most in (
-        ("intercept of memory off what is there without a batch", [one.intercept_off for one in tried], INTERCEPT),
-        ("highest throughput predicted off measured", [one.off for one in tried], THROUGHPUT),
-    ):
-        known = [abs(off) for off in offs if off is not None]
-        yield Check(what=f"{name}: {what}, the worst method", measured=max(known, default=1.0), at_most=most)
-    for where, what, theirs, speeds in (
-        ("its largest batch", "best one at its largest batch", _largest, [_largest(one) for one in tried]),
-        ("the batch to take", "fastest trial of any method at any batch", _taken, [one.fastest for one in tried]),
-    ):
+def _checks(result: Result) -> Iterator[Check]:
+    for name, behind in result.facts["behind"].items():
+        rows = [row for row in result.rows if row["network"] == name]
         yield Check(
-            what=f"{name}: the recommended method, at {where}, is slower than the {what}",
-            measured=behind(tried, theirs, speeds), at_most=RECOMMENDED,
+            what=f"{name}: of {len(rows)} methods those of which nothing was predicted, or that did not fit there",
+            measured=sum(row["measured"] is None for row in rows)
         )  # fmt: skip
+        worst = min((row["r_memory"] or 0.0 for row in rows if row["alpha"] is not None), default=0.0)
+        yield Check(what=f"{name}: 1 - R of memory, the worst method", measured=1 - worst, at_most=round(1 - LINEAR, 6))
+        for what, key, most in (
+            ("intercept of memory off what is there without a batch", "intercept_off", INTERCEPT),
+            ("highest throughput predicted off measured", "off", THROUGHPUT),
+        ):
+            known = [abs(row[key]) for row in rows if row[key] is not None]
+            yield Check(what=f"{name}: {what}, the worst method", measured=max(known, default=1.0), at_most=most)
+        for what, share in behind.items():
+            yield Check(what=f"{name}: the recommended method, {what}", measured=share, at_most=RECOMMENDED)
+
+
+def behind_of(tried: Sequence[Tried]) -> dict[str, float]:
+    """By what share the recommended method is slower, at its largest batch and at the batch to take."""
+    return {
+        "at its largest batch, is slower than the best one at its largest batch":
+            behind(tried, _largest, [_largest(one) for one in tried]),
+        "at the batch to take, is slower than the fastest trial of any method at any batch":
+            behind(tried, _taken, [one.fastest for one in tried]),
+    }  # fmt: skip
 
 
 def _largest(tried: Tried) -> float | None:
@@ -283,6 +288,7 @@ NOTES: Final = (
 BENCHMARK: Final = Benchmark(
     name="papaya_here",
     run=run,
+    judge=_checks,
     full=Size(),
     quick=Size(
         networks=(Network(workload="resnet", limit=100 * MB, options={"width": 4, "blocks": [1, 1, 1, 1]}),),

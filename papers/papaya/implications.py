@@ -71,7 +71,6 @@ def run(size: Size, tell: Tell) -> Result:
     ]
     return Result(
         title=TITLE, columns=[column for column in COLUMNS if any(column.cell(row) for row in rows)], rows=rows,
-        checks=list(_checks((depth, width, devices))),
         notes=(*NOTES, *_notes(depth, width, devices, rows, times)),
     )  # fmt: skip
 
@@ -144,13 +143,15 @@ def _rows(
             }  # fmt: skip
 
 
-def _checks(sweeps: Sequence[Sweep]) -> Iterator[Check]:
-    for sweep in sweeps:
-        gains = [gain for point in sweep.points if (gain := point.predicted("checkpoint")) is not None]
-        falls = sum(second < first for first, second in pairwise(gains))
-        first = _crossover(sweep, "checkpoint")
-        yield Check(what=f"{sweep.over}: steps of the sweep at which the gain of checkpoints falls", measured=falls)
-        yield Check(what=f"{sweep.over}: without a value from which on checkpoints pay", measured=first is None)
+def _checks(result: Result) -> Iterator[Check]:
+    for over in dict.fromkeys(row["sweep"] for row in result.rows):
+        rows = [row for row in result.rows if (row["sweep"], row["method"]) == (over, "checkpoint")]
+        # Where plain training does not fit at all the gain has no number.
+        gains = [(row["value"], float("inf") if row["only"] else row["gain"]) for row in rows]
+        known = [gain for _, gain in gains if gain is not None]
+        falls = sum(second < first for first, second in pairwise(known))
+        yield Check(what=f"{over}: steps of the sweep at which the gain of checkpoints falls", measured=falls)
+        yield Check(what=f"{over}: without a value from which on checkpoints pay", measured=crossing(gains) is None)
 
 
 def _crossover(sweep: Sweep, method: str) -> Crossover | None:
@@ -209,6 +210,7 @@ NOTES: Final = (
 BENCHMARK: Final = Benchmark(
     name="papaya_implications",
     run=run,
+    judge=_checks,
     full=Size(),
     quick=Size(layers=(1, 2), hidden=(64,), base=(1, 64), length=16, limit=100_000_000),
 )

@@ -1,24 +1,29 @@
 """PAPAYA's five models from their configurations, to be recorded on fake tensors; nothing is downloaded.
 
 Assumed, after the published scripts: ResNets in fp32 with SGD; BERT on sentences of 128 tokens, Swin-Large and GPT-3
-small (512 tokens) in mixed precision with Adam, attention scores in memory. The optimizer is one op, as Apex's fused
-ones are, and leaves no temporaries.
+small (512 tokens) in mixed precision with Adam, attention scores in memory. SGD and AdamW go parameter by parameter, as
+torch's did by default until 2.0.
 
-Mixed precision is that of CUDA's autocast, which the CPU's is not: softmax and layer norm are float32 (`as_on_cuda`).
-Dropout is CUDA's single op with a mask of a byte a number.
+BERT's mixed precision is that of CUDA's autocast, which the CPU's is not: softmax and layer norm are float32
+(`as_on_cuda`). Swin's is Apex's O1, whose list of float32 functions has GELU too. GPT is fairseq's with `--fp16`:
+every parameter and activation is a half, a float32 copy of each parameter is trained by one fused op, and GELU is
+computed in float32. Swin's script trains through `DistributedDataParallel`, whose buckets hold its gradients once
+more. Gradients are set to zero and stay, as was torch's default; fairseq gives its halves up. Dropout is CUDA's
+single op with a mask of a byte a number.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any, Final, cast
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor, nn
+from torch.optim.adamw import adamw
 
-from benchmarks.models import bottleneck_resnet, built, encoder, pictures_of, repeated, swin_transformer
+from benchmarks.models import bottleneck_resnet, built, built_as, encoder, pictures_of, repeated, swin_transformer
 from papers.networks import CLASSES, SIDE, WIDTH, dropout_of_cuda, sentences_of, widen
 from spillway.workloads import Workload
 
@@ -40,7 +45,8 @@ def swin(batch: int, *, width: int = 192, depths: tuple[int, ...] = (2, 2, 18, 2
     """Swin-Large (Liu et al. 2021)."""
     settings = {"image_size": side, "drop_path_rate": 0.2, "num_labels": CLASSES, "attn_implementation": "eager"}
     model = swin_transformer(depths, width, **settings)
-    return _workload("pictures", model, pictures_of(batch, side), batch, half=True)
+    model.register_buffer("buckets", torch.zeros(sum(one.numel() for one in model.parameters())))
+    return _workload("pictures", model, pictures_of(batch, side), batch, half=True, float32=("gelu",))
 
 
 def bert(batch: int, *, layers: int = 24, hidden: int = 1024, length: int = LENGTH) -> Workload:
@@ -52,14 +58,52 @@ def bert(batch: int, *, layers: int = 24, hidden: int = 1024, length: int = LENG
 
 def gpt(batch: int, *, layers: int = 12, hidden: int = 768, length: int = CONTEXT) -> Workload:
     """GPT-3 small (Brown et al. 2020, table 2.1), a language model."""
-    model = built(
-        "GPT2LMHeadModel", n_layer=layers, n_embd=hidden, n_head=max(hidden // 64, 1), n_positions=length,
-        use_cache=False, attn_implementation="eager",
+    model = built_as(
+        torch.float16, "GPT2LMHeadModel", n_layer=layers, n_embd=hidden, n_head=max(hidden // 64, 1),
+        n_positions=length, use_cache=False, attn_implementation="eager", activation_function="gelu",
     )  # fmt: skip
     causal = torch.ones((1, 1, length, length), dtype=torch.bool).tril()
     words = torch.full((batch, length), 7)
     inputs = {"input_ids": words, "attention_mask": causal, "labels": words.clone()}
-    return _workload("gpt", model, inputs, batch, half=True)
+
+    @contextmanager
+    def around() -> Iterator[None]:
+        with dropout_of_cuda(), replaced("gelu", lambda gelu, x: gelu(x.float()).half()):
+            yield
+
+    return repeated("gpt", model, inputs, MasterAdam(model.parameters()), size=batch, around=around)
+
+
+@final
+class MasterAdam(torch.optim.Optimizer):
+    """Adam on a float32 copy of each half parameter, gradients copied to float32 and weights back, as fairseq's
+    `FP16Optimizer` and Apex's `FusedAdam` do it."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__(parameters, {})
+        for parameter in self._parameters():
+            master = parameter.detach().float()
+            self.state[parameter] = {
+                "master": master, "gradient": torch.zeros_like(master), "exp_avg": torch.zeros_like(master),
+                "exp_avg_sq": torch.zeros_like(master), "step": torch.zeros(()),
+            }  # fmt: skip
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """One update. Takes no closure."""
+        states = [self.state[parameter] for parameter in self._parameters()]
+        for parameter, state in zip(self._parameters(), states, strict=True):
+            state["gradient"].copy_(parameter.grad)
+        lists = [[state[key] for state in states] for key in ("master", "gradient", "exp_avg", "exp_avg_sq")]
+        adamw(
+            *lists, [], [state["step"] for state in states], fused=True, amsgrad=False, beta1=0.9, beta2=0.98,
+            lr=1e-4, weight_decay=0.01, eps=1e-8, maximize=False,
+        )  # fmt: skip
+        for parameter, state in zip(self._parameters(), states, strict=True):
+            parameter.copy_(state["master"])
+
+    def _parameters(self) -> Iterator[nn.Parameter]:
+        return (parameter for group in self.param_groups for parameter in group["params"])
 
 
 BUILDS: Final[Mapping[str, Callable[..., Workload]]] = {
@@ -73,33 +117,38 @@ HALF: Final = ("Bert-Large", "Swin-Large", "GPT-Small")
 
 
 @contextmanager
-def as_on_cuda() -> Iterator[None]:
-    """Within, autocast is on and softmax and layer norm are float32, as CUDA's has them."""
+def as_on_cuda(*float32: str) -> Iterator[None]:
+    """Within, autocast is on and softmax and layer norm are float32, as CUDA's has them; and those functions too."""
+    with ExitStack() as stack:
+        for name in ("softmax", "layer_norm", *float32):
+            stack.enter_context(replaced(name, lambda usual, x, *args, **kwargs: usual(x.float(), *args, **kwargs)))
+        stack.enter_context(torch.autocast("cpu", dtype=torch.float16))
+        yield
+
+
+@contextmanager
+def replaced(name: str, other: Callable[..., Tensor]) -> Iterator[None]:
+    """Within, a function of `torch.nn.functional` is another, which is called with the usual one and its arguments."""
     functional: Any = nn.functional
-    usual = functional.softmax, functional.layer_norm
-
-    def softmax(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return cast(Tensor, usual[0](input.float(), *args, **kwargs))
-
-    def layer_norm(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return cast(Tensor, usual[1](input.float(), *args, **kwargs))
-
-    functional.softmax, functional.layer_norm = softmax, layer_norm
+    usual = getattr(functional, name)
+    setattr(functional, name, partial(other, usual))
     try:
-        with torch.autocast("cpu", dtype=torch.float16):
-            yield
+        yield
     finally:
-        functional.softmax, functional.layer_norm = usual
+        setattr(functional, name, usual)
 
 
-def _workload(name: str, model: nn.Module, batch: Mapping[str, Tensor], size: int, *, half: bool) -> Workload:
+def _workload(
+    name: str, model: nn.Module, batch: Mapping[str, Tensor], size: int, *, half: bool, float32: tuple[str, ...] = ()
+) -> Workload:
     @contextmanager
     def around() -> Iterator[None]:
-        with dropout_of_cuda(), as_on_cuda() if half else nullcontext():
+        with dropout_of_cuda(), as_on_cuda(*float32) if half else nullcontext():
             yield
 
-    parameters = list(model.parameters())
-    optimizer: torch.optim.Optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=1e-4, fused=True)
+    parameters, loop = list(model.parameters()), {"foreach": False, "fused": False}
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=1e-4, **loop)
     if half:
-        optimizer = torch.optim.AdamW(parameters, lr=5e-5, fused=True)
+        optimizer = torch.optim.AdamW(parameters, lr=5e-5, **loop)
+    optimizer.zero_grad = partial(optimizer.zero_grad, set_to_none=False)  # type: ignore[method-assign]
     return repeated(name, model, batch, optimizer, size=size, around=around)

@@ -48,8 +48,10 @@ _LATE = {
 """Where the names are that need torch, or take time to load."""
 
 
-def __getattr__(name: str) -> Any:
-    """Import what needs torch only when it is asked for; the rest of the package works without torch."""
-    if name in _LATE:
-        return getattr(import_module(_LATE[name]), name)
-    raise AttributeError(f"module 'spillway' has no attribute {name!r}")
+if not TYPE_CHECKING:  # to which every name would be one of the package's
+
+    def __getattr__(name: str) -> Any:
+        """Import what needs torch only when it is asked for; the rest of the package works without torch."""
+        if name in _LATE:
+            return getattr(import_module(_LATE[name]), name)
+        raise AttributeError(f"module 'spillway' has no attribute {name!r}")

@@ -23,15 +23,21 @@ SpillwayError
  +- NativeError                        the native part cannot be built or loaded; sessions run without it
  +- EngineError                        an invariant of the engine is broken: a bug in Spillway
 
-The command line prints the sentence of a SpillwayError and exits with 1. A traceback of anything else is a bug.
+The command line prints the sentence of a SpillwayError, and where the documents say what to do, and exits with 1. A
+traceback of anything else is a bug.
 """
 
 from __future__ import annotations
 
 from os import PathLike
 from pathlib import Path
+from typing import Final, Self
 
 from spillway.units import format_bytes
+
+SITE: Final = ""
+"""The address of the documentation site, with a slash at its end; empty as long as it has none. Errors link there, and
+the site is built with it."""
 
 
 def on_one_line(text: str) -> str:
@@ -40,10 +46,27 @@ def on_one_line(text: str) -> str:
 
 
 class SpillwayError(Exception):
-    """Base of every error of this package. Its text is one sentence, ready to be shown to a user."""
+    """Base of every error of this package. Its text is one sentence, ready to be shown to a user. Each class below has
+    a place in the documents; where that is stands as a note under the sentence in tracebacks."""
 
     rank: int | None = None
     """The process of a group that has stopped all of them with it; None of what concerns one process."""
+
+    def __new__(cls, *args: object, **kwargs: object) -> Self:
+        # And not in `__init__`, which does not run where an error comes from another process.
+        made = super().__new__(cls, *args)
+        if page := made.page:
+            made.add_note(f"What to do: {page}")
+        return made
+
+    @property
+    def page(self) -> str | None:
+        """Where the documents say what to do: an address, or a place in the repository as long as the site has none.
+        None of the two bases themselves, whose sentence says all there is."""
+        kind = next(one for one in type(self).__mro__ if one.__module__ == __name__)  # of a user's own class, its base
+        if kind in (SpillwayError, UsageError):
+            return None
+        return (f"{SITE}errors/" if SITE else "docs/errors.md") + f"#{kind.__name__.lower()}"
 
     def __reduce__(self) -> tuple[object, ...]:
         # The default calls the class with `args` alone, which loses keyword-only arguments between processes.
@@ -54,6 +77,13 @@ def _restored(kind: type[SpillwayError], args: tuple[object, ...], attributes: d
     error = kind.__new__(kind, *args)
     error.__dict__.update(attributes)
     return error
+
+
+def pass_notes(error: BaseException, told: BaseException) -> None:
+    """Of an error that is told as another, which may be the same: notes that this does not have."""
+    there = getattr(told, "__notes__", ())
+    for note in [one for one in getattr(error, "__notes__", ()) if one not in there]:
+        told.add_note(note)
 
 
 class UsageError(SpillwayError, ValueError):

@@ -134,6 +134,7 @@ COMMAND_LINE = {
         "[--json]",
     ],
     "build": ["[--json]"],
+    "calibrate": ["[--output/-o]", "[--sizes]", "[--spill-directory]", "[--json]"],
     "doctor": ["[--spill-directory]", "[--measure/--no-measure]", "[--json]"],
 }
 
@@ -178,6 +179,7 @@ def test_what_is_written_is_written_where_o_says() -> None:
         "report",
         "plan",
         "advise",
+        "calibrate",
         "pilot record",
         "pilot train",
     }

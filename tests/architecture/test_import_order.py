@@ -53,6 +53,7 @@ NEED_TORCH = (
     "calibration.watching",
     "recording",
     "session",
+    "advisor.calibrating",
     "advisor.measuring",
     "integrations",
     "workloads",

@@ -21,3 +21,9 @@ def test_every_page_but_single_decisions_stands_in_the_navigation_once() -> None
 def test_every_error_has_a_heading_of_its_name_and_no_other_has() -> None:
     raised = [name for name, one in vars(errors).items() if inspect.isclass(one) and issubclass(one, Exception)]
     assert re.findall(r"^## (\w+)$", documents()["docs/errors.md"], re.MULTILINE) == raised
+
+
+def test_the_address_of_the_site_is_said_in_one_place() -> None:
+    assert re.fullmatch(r"|https://\S+/", errors.SITE)
+    assert "site_url" not in (ROOT / "mkdocs.yml").read_text("utf-8")  # `.ci/site_links.py` gives it
+    assert "Documentation" not in (ROOT / "pyproject.toml").read_text("utf-8")

@@ -18,7 +18,7 @@ def named(name: str) -> Benchmark:
 
 def quick(name: str) -> Result:
     benchmark = named(name)
-    result = benchmark.run(benchmark.quick, lambda text: None)
+    result = benchmark.measured(benchmark.quick, lambda text: None)
     assert_complete(name, result)
     return result
 

@@ -39,6 +39,7 @@ from spillway.report import html
 from spillway.simulation.plan_and_simulate import plan, report_of, simulate
 from tests.cpu.mutations import SCRIPTS, changed_cells, changed_document, changed_lines, changed_source, odd_bytes
 from tests.pure.training_steps import training_step
+from tests.shared import without_page
 
 PATIENCE: Final = 60
 """Seconds after which a call counts as one that does not end."""
@@ -136,9 +137,9 @@ def _ending(kind: Kind, folder: Path, content: bytes | Path, random: Random) -> 
     pages = "".join(page.read_text("utf-8") for page in folder.glob("page*.html"))
     if any(script in pages for script in SCRIPTS):
         return "script", ""
-    said = error.getvalue()
-    if "Traceback" in said or "This is a bug" in said:
-        return "traceback", said
+    if "Traceback" in error.getvalue() or "This is a bug" in error.getvalue():
+        return "traceback", error.getvalue()
+    said = "".join(f"{line}\n" for line in without_page(error.getvalue()))
     if kind.name == "workload":
         said = "".join(said.splitlines(keepends=True)[-1:])  # it may print, and warn, before that
     sentence = (

@@ -204,7 +204,7 @@ def forced(kind: str, actions: list[str], agrees: bool) -> dict[str, Any]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(Checkpoint, "begin", begin))
         if not agrees:
-            stack.enter_context(mock.patch.object(Agreement, "on", return_value=True))
+            stack.enter_context(mock.patch.object(Agreement, "reached", return_value=True))
         model, optimizer = built(kind)
         torch.manual_seed(10 + dist.get_rank())
         with spillway.manage(model, optimizer, budget="1GiB", method="checkpoint") as memory:

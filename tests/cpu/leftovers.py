@@ -160,12 +160,12 @@ def _set_dispatch_keys(before: tuple[Any, ...]) -> None:
 
 
 def _dynamo() -> tuple[Any, ...]:
-    """What compiles in this thread, whether we stand in its way, what all was told, and how many steps are spared."""
+    """What compiles in this thread, whether we stand in its way, what all was told, and how many threads are spared."""
     eval_frame: Any = sys.modules.get("torch._dynamo.eval_frame")
     if eval_frame is None:
-        return None, False, "default", len(torch_compile._steps)
+        return None, False, "default", len(torch_compile._answers)
     ours = hasattr(eval_frame._callback_from_stance, "__wrapped__")
-    return torch_compile.get_eval_frame_callback(), ours, eval_frame._stance.stance, len(torch_compile._steps)
+    return torch_compile.get_eval_frame_callback(), ours, eval_frame._stance.stance, len(torch_compile._answers)
 
 
 def _give_dynamo_back(before: tuple[Any, ...]) -> None:

@@ -153,26 +153,28 @@ def test_several_forwards_a_step_are_planned_or_left_to_the_tensor_engine(forwar
     assert not forwards or memory.history[-1].projected_bytes > 0
 
 
-def test_a_full_spill_directory_ends_one_step_and_the_next_do_without(plain: tuple[list[bytes], int, int]) -> None:
+@pytest.mark.parametrize("late", [False, True], ids=["at once", "by a worker"])
+def test_where_the_spill_directory_is_full_the_step_goes_on_without(
+    late: bool, plain: tuple[list[bytes], int, int]
+) -> None:
     _, start, peak = plain
-    training = Training((64,) * 12)
-    refused = 0
+    budget = int(start + 0.5 * (peak - start))
+    expected = run(Training((64,) * 12), None)
+    training, losses = Training((64,) * 12), []
     with (
-        managed(training, int(start + 0.5 * (peak - start)), report=EACH) as memory,
+        managed(training, budget, report=EACH) as memory,
         pytest.MonkeyPatch.context() as patched,
+        pytest.warns(UserWarning, match="There is no room where bytes of blocks were to wait"),
     ):
         torch.manual_seed(1)
         for tokens in training.batches:
-            try:
-                with memory.step(tokens):
-                    training.step(tokens)
-            except SpillFullError:
-                refused += 1
-                training.optimizer.zero_grad()
+            with memory.step(tokens):
+                losses.append(training.step(tokens))
             if len(memory.history) == 2:  # what is tried next puts inputs away
-                patched.setattr(DiskTier, "start_write", _full)
-                patched.setattr(DiskTier, "write", _full)
-    assert refused == 1
+                for name in ("_fill",) if late else ("start_write", "write"):
+                    patched.setattr(DiskTier, name, _full)
+    assert [*(loss.numpy().tobytes() for loss in losses), *training.state()] == expected
+    assert max(one.peak_bytes for one in memory.history) <= budget
     assert not memory.history[-1].bytes_out
     assert memory.history[-1].projected_bytes
 

@@ -96,8 +96,8 @@ def test_auto_races_the_usual_ways_within_its_budget() -> None:
     assert len(result.checks) == 7
     other = {name: dict(row) for name, row in rows.items()}
     other[auto_race.AUTO] |= {"losses": "DIFFER", "peak_bytes": other[auto_race.AUTO]["budget_bytes"] + 1}
-    missed = [check.what for check in auto_race._checks(other, "m") if not check.met]
-    assert {"m, competitors whose losses differ", "m, auto, bytes over the budget"} <= {*missed}
+    missed = [check.what for check in auto_race._of_model(other, "m") if not check.met]
+    assert {"m, competitors whose losses differ", "m, bytes over a budget"} <= {*missed}
 
 
 def test_budget_counts_steps_over_budget_and_losses_that_differ() -> None:
@@ -127,7 +127,7 @@ def test_race_lets_every_way_train_the_same_batches() -> None:
 def test_race_goes_on_without_a_competitor_that_is_refused() -> None:
     contest = race.Contest(model="stdlib-lm", options=SMALL_LM, without_dropout={"dropout": 0.0})
     size = dataclasses.replace(race.BENCHMARK.quick, contests=[contest], percents=(5,))
-    result = race.run(size, lambda text: None)
+    result = race.BENCHMARK.measured(size, lambda text: None)
     refused = [row for row in result.rows if str(row["losses"]).startswith("refused, needs ")]
     assert [row["competitor"] for row in refused] == ["lru, 5 %", "delta-published, 5 %", "delta, 5 %"]
     assert rows_by(result, "competitor")["checkpoint"]["losses"] == "as plain"
@@ -148,14 +148,37 @@ def test_deltas_tables_have_every_number_of_the_paper_beside_one_of_ours() -> No
 
 def test_a_row_beyond_tolerance_needs_an_explanation() -> None:
     pytest.importorskip("transformers")
-    from papers.delta.lab import figure, unexplained
+    from papers.delta.lab import UNEXPLAINED, figure, unexplained
 
-    near, far, explained = (figure("II", "a model", 100.0, (ours,), why=why) for ours, why in CASES)
-    assert unexplained([near, explained]) == 0
-    assert unexplained([near, far, explained]) == 1
+    near, far = (figure("II", "a model", 100.0, (ours,)) for ours in (109.0, 89.0))
+    assert (near["why"], far["why"]) == ("", UNEXPLAINED)
+    assert unexplained([near, far]) == [far]
 
 
-CASES = ((109.0, ""), (89.0, ""), (1.0, "b"))
+@pytest.mark.parametrize(
+    ("letter", "ours", "beside", "other"),
+    [
+        ("a", (80.0, 110.0), {}, (80.0, 99.0)),
+        ("b", (80.0,), {"composed": 101.0}, {"composed": 99.0}),
+        ("c", (20.0,), {"other_budgets": [30.0, 95.0]}, {"other_budgets": [30.0, 89.0]}),
+        ("d", (120.0,), {"in_the_papers_place": 101.0}, {"in_the_papers_place": 111.0}),
+        ("e", (300.0,), {"least_possible": 150.0}, {"least_possible": 90.0}),
+        ("f", (130.0,), {"plain": 90.0}, {"plain": 101.0}),
+    ],
+)
+def test_an_explanation_holds_by_the_numbers_of_its_row_alone(
+    letter: str, ours: tuple[float, ...], beside: dict[str, Any], other: Any
+) -> None:
+    pytest.importorskip("transformers")
+    from papers.delta.lab import RULES, UNEXPLAINED, figure, unexplained
+
+    assert letter in RULES
+    explained = figure("II", "a model", 100.0, ours, **beside)
+    assert explained["why"] == letter
+    otherwise = figure("II", "a model", 100.0, other) if letter == "a" else figure("II", "m", 100.0, ours, **other)
+    assert otherwise["why"] == UNEXPLAINED
+    # What the row says of itself counts for nothing.
+    assert unexplained([{**otherwise, "why": letter}, {**explained, "why": ""}]) == [{**otherwise, "why": letter}]
 
 
 def test_convergence_compares_every_loss() -> None:
@@ -332,11 +355,14 @@ def test_any_other_error_in_a_competitor_comes_with_its_traceback() -> None:
 
 def fake(measured: float) -> Benchmark:
     def run(size: int, tell: Any) -> Result:
-        check = Check(what="a figure", measured=measured, at_most=1.0)
         rows = [{"name": "one", "size": size}]
-        return Result(title="nothing", columns=columns.text(name="name", size="size"), rows=rows, checks=[check])
+        facts = {"figure": measured}
+        return Result(title="nothing", columns=columns.text(name="name", size="size"), rows=rows, facts=facts)
 
-    return Benchmark(name="reach", run=run, full=2, quick=1)
+    def judge(result: Result) -> list[Check]:
+        return [Check(what="a figure", measured=result.facts["figure"], at_most=1.0)]
+
+    return Benchmark(name="reach", run=run, judge=judge, full=2, quick=1)
 
 
 @pytest.mark.parametrize(("measured", "code"), [(1.0, 0), (1.5, 1)])
@@ -353,6 +379,8 @@ def test_results_are_written_as_json_and_on_one_page(monkeypatch: pytest.MonkeyP
     assert command.run(["reach", "--results", str(tmp_path)], BENCHMARKS) == 0
     data = json.loads((tmp_path / "reach.json").read_text("utf-8"))
     assert data["rows"] == [{"name": "one", "size": 2}]
+    assert data["facts"] == {"figure": 0.5}
+    assert [check["met"] for check in data["checks"]] == [True]
     assert "| one | 2 |" in (tmp_path / "summary.md").read_text("utf-8")
 
 
@@ -408,7 +436,8 @@ def test_dtr_reference_counts_what_is_not_as_the_reference_has_it() -> None:
     )]  # fmt: skip
     row = reference._row(runs)
     assert (row["runs"], row["identical"]) == (4, 1)
-    assert [check.measured for check in reference._checks(runs)] == [3]
+    result = Result(title="t", columns=(), rows=[row], facts={"fast": []})
+    assert [check.measured for check in reference._checks(result)] == [3]
 
 
 def test_a_benchmark_without_its_data_is_skipped_with_the_reason_and_writes_nothing(

@@ -62,7 +62,7 @@ def test_block_exactness_tells_of_a_second_run_that_is_not_the_first(monkeypatch
     monkeypatch.setattr(Environment, "__call__", lambda self, wanted: contextlib.nullcontext())
     monkeypatch.setattr(block_exactness, "WAYS", {"recompute": block_exactness.WAYS["recompute"]})
     size = dataclasses.replace(block_exactness.BENCHMARK.quick, architectures=("GPT-2",), families=())
-    result = block_exactness.run(size, lambda text: None)
+    result = block_exactness.BENCHMARK.measured(size, lambda text: None)
     assert result.rows[0]["recompute"].startswith("RecomputeError: The second run of call 0 of transformer.h.")
     assert [check.measured for check in result.checks] == [1, 0, 19]
 

@@ -102,7 +102,7 @@ def test_the_full_size_has_a_target_for_24_and_for_96_blocks() -> None:
         for blocks in planning.BENCHMARK.full.blocks
     ]
     steps = [{"kind": COUNTED, "ratio": 1.03}]
-    checks = planning._checks(rows, steps)
+    checks = planning._checks(Result(title="t", columns=(), rows=[*rows, *steps]))
     assert [(check.measured, check.at_most, check.met) for check in checks] == [
         (200.0, 100.0, False), (200.0, 500.0, True), (1.03, 1.02, False),
     ]  # fmt: skip
@@ -158,7 +158,7 @@ def test_a_trace_leaves_out_what_was_there_before_it_began() -> None:
 def test_mimose_detection_splits_the_published_run_by_what_could_have_held() -> None:
     shared("data/mimose/detection_r101_run1.csv")
     benchmark = named("mimose_detection")
-    result = benchmark.run(benchmark.full, lambda text: None)
+    result = benchmark.measured(benchmark.full, lambda text: None)
     rows = [[row[key] for key in ("steps", "over", "told", "passed")] for row in result.rows]
     assert rows == [[29, 21, 21, 21], [133, 133, 133, 133], [24, 24, 0, 1], [19, 19, 19, 19]]
     assert all(check.met for check in result.checks)
@@ -171,5 +171,5 @@ def test_without_the_trace_there_is_nothing_to_show(tmp_path: Path) -> None:
 
 
 def test_a_result_without_pictures_is_written_without() -> None:
-    data: dict[str, Any] = show.document("x", Result(title="t", columns=[], rows=[], checks=[]), {}, [], 1.0)
+    data: dict[str, Any] = show.document("x", Result(title="t", columns=[], rows=[]), {}, [], 1.0)
     assert data["pictures"] == []

@@ -19,7 +19,7 @@ from spillway.session import block_session as blocks
 from spillway.session.before import Before
 from spillway.session.block_session import BlockSession
 from tests.cpu.block_cases import WIDTH, Chain, Residual
-from tests.shared import some_of
+from tests.shared import notes_of, some_of
 
 METHODS = ("checkpoint", "mimose", "mimose-published")
 Way = Callable[[nn.Module, torch.optim.Optimizer, torch.Tensor], Any]
@@ -287,7 +287,7 @@ def refused_at(where: str, method: str, known: int, *, closure: bool = False) ->
                     else:
                         run()
                         optimizer.step()
-                assert not getattr(refused.value, "__notes__", None)
+                assert not notes_of(refused.value)
             else:
                 with memory.step(x):
                     if closure:
@@ -387,7 +387,7 @@ def test_buffers_of_every_kind_are_trained_with_and_left_alone(kind: str, shape:
                 held = [torch.ones(2 << 20)] if number == 3 else []
                 update(model, optimizer, x)
         del held
-        assert not getattr(refused.value, "__notes__", None)
+        assert not notes_of(refused.value)
         assert torch.equal(stream, torch.get_rng_state())
 
 
@@ -430,7 +430,7 @@ def test_whatever_a_refused_step_did_to_a_buffer_is_undone(kind: str) -> None:
                 held = [torch.ones(1 << 20)] if number == 2 else []
                 update(model, optimizer, x)
         del held
-        assert not getattr(refused.value, "__notes__", None)
+        assert not notes_of(refused.value)
         assert buffers() == before
 
 

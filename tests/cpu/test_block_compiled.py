@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import flex_attention
 
 from spillway.engines.blocks.block_engine import BlockEngine
 from spillway.engines.blocks.discovery import discover
@@ -128,3 +130,70 @@ def test_compiling_the_whole_model_is_detected_before_and_afterwards() -> None:
         model(batch()).sum().backward()
         with pytest.raises(ModelError, match=r"Residual is managed, and a compiler"):
             torch.compile(lambda x: model.blocks[0](x) * 2, backend="eager")(batch())
+
+
+def unseen_writes(graph: Callable[..., Sequence[Tensor]], _: object) -> Callable[..., Sequence[Tensor]]:
+    """A compiler whose kernels write to what ops have returned."""
+
+    def run(*args: Tensor) -> Sequence[Tensor]:
+        made = graph(*args)
+        for one in made:
+            one.detach().numpy()[...] += 1
+        return made
+
+    return run
+
+
+class Calling(nn.Module):
+    """Calls something that is compiled, or compiles itself, between two layers."""
+
+    def __init__(self, called: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 16), nn.Linear(16, 32)
+        self.called = called
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = x + torch.relu(self.down(self.called(self.up(x), self.up.weight.detach())))
+        return result
+
+
+def attention(x: Tensor, _: Tensor) -> Tensor:
+    """Without gradients of its own: on the CPU it has no backward."""
+    heads = x.detach().reshape(1, 1, -1, 16)
+    mixed: Any = flex_attention(heads, heads, heads, score_mod=lambda score, b, h, q, k: score - (q - k) / 8)
+    result: Tensor = x + mixed.view_as(x)
+    return result
+
+
+def product(x: Tensor, weight: Tensor) -> Tensor:
+    return (x @ weight) @ weight.T
+
+
+def counted(x: Tensor, weight: Tensor) -> Tensor:
+    """In two graphs, with an op between them that dynamo leaves alone."""
+    return product(x, weight) + x.detach().relu().nonzero().sum()
+
+
+@pytest.mark.parametrize("what", ["unseen writes", "two graphs", "flex_attention"])
+def test_what_is_compiled_within_a_block_runs_compiled_under_every_action(what: str) -> None:
+    """Selective actions stand in front of ops with a mode, under which dynamo would compile nothing."""
+    called = {
+        "unseen writes": torch.compile(product, backend=unseen_writes),
+        "two graphs": torch.compile(counted, backend="aot_eager"),
+        "flex_attention": attention,
+    }[what]
+    torch.manual_seed(0)
+    model = Chain(Calling(called), Calling(called))
+
+    def step() -> list[Tensor]:
+        loss = model(batch()).square().mean()
+        return [loss.detach(), *gradients(model, loss)]
+
+    plain = step()
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    for action in LOSSLESS:
+        with BlockEngine(model, NAMES, actions=lambda block, call, a=action: a, check="values") as engine:
+            assert same(plain, step()), action
+            assert [report.recomputes for report in engine.calls] == [int(action.recomputes)] * 2
+    assert same(plain, step())
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs > 0, "nothing was compiled twice"

@@ -21,7 +21,7 @@ from spillway import __version__, workloads
 from spillway.cli import common, demo, main
 from spillway.ir import RunWriter, read_run
 from spillway.tiers.disk import DiskTier
-from tests.shared import HANGS
+from tests.shared import HANGS, without_page
 
 WORKLOADS = """
 import os, signal, time
@@ -132,7 +132,7 @@ def sentence(ended: Ended) -> str:
     """The one line of an expected failure."""
     assert (ended.code, ended.out) == (1, "")
     assert "Traceback" not in ended.err
-    last = ended.err.splitlines()[-1]
+    last = without_page(ended.err)[-1]
     assert re.fullmatch(r"spillway: .+\.", last)
     return last.removeprefix("spillway: ")
 

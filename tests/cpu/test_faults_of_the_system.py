@@ -41,7 +41,7 @@ from tests.cpu.test_interruptions import (
     step_of,
     stopped_plainly,
 )
-from tests.shared import HANGS
+from tests.shared import HANGS, notes_of
 
 TIGHT = "280 KiB"
 """Under half of what the step asks for."""
@@ -404,7 +404,7 @@ def test_a_refusal_is_seen_although_telling_what_is_enough_fails(monkeypatch: py
         memory.step(),
     ):
         model(torch.ones(64, model[0].in_features)).sum().backward()
-    assert "ValueError" in raised.value.__notes__[0]
+    assert "ValueError" in notes_of(raised.value)[0]
 
 
 # ---------------------------------------------------------------------- the spill directory, limits

@@ -25,7 +25,7 @@ import spillway
 from examples import accelerate_loop
 from spillway.errors import BudgetInfeasible, SessionError, UsageError
 from spillway.integrations.accelerate import prepare
-from spillway.integrations.found_steps import FoundSteps
+from spillway.integrations.automatic_steps import AutomaticSteps
 from tests.cpu.block_cases import Chain, Residual
 from tests.cpu.integration_matrix import Row, Trained, cells, check
 
@@ -131,7 +131,7 @@ def step(model: Any, optimizer: Any, batch: Tensor) -> None:
 @pytest.mark.parametrize("method", ["lru", "checkpoint"])
 def test_every_update_is_a_step_and_evaluation_is_none(method: str) -> None:
     model, optimizer = small()
-    with FoundSteps(model, optimizer, budget="1GiB", method=method) as steps:
+    with AutomaticSteps(model, optimizer, budget="1GiB", method=method) as steps:
         for number, batch in enumerate(batches(6)):
             model(batch).square().mean().backward()
             if number % 2:
@@ -152,7 +152,7 @@ def test_what_differs_in_size_within_a_step_is_planned_by_its_own_size() -> None
 
     def recomputed(budget: int | None) -> tuple[list[int], int]:
         model, optimizer = small()
-        with FoundSteps(model, optimizer, budget=budget, method="mimose") as steps:
+        with AutomaticSteps(model, optimizer, budget=budget, method="mimose") as steps:
             for number in range(24):
                 model(torch.ones(64 + 960 * (number % 2), 32)).square().mean().backward()
                 if number % 2:
@@ -187,7 +187,7 @@ def test_a_step_that_differs_from_micro_batch_to_micro_batch_may_be_told_by_hand
 @pytest.mark.parametrize("method", ["delta", "mimose"])
 def test_a_forward_that_raises_ends_its_step_and_the_next_one_is_whole(method: str) -> None:
     model, optimizer = small()
-    with FoundSteps(model, optimizer, budget="1GiB", method=method) as steps:
+    with AutomaticSteps(model, optimizer, budget="1GiB", method=method) as steps:
         for batch in batches(3):
             with pytest.raises(RuntimeError, match="mat1 and mat2"):
                 model(torch.ones(3, 5))
@@ -199,7 +199,7 @@ def test_a_forward_that_raises_ends_its_step_and_the_next_one_is_whole(method: s
 def test_a_refusal_leaves_weights_alone_and_smaller_batches_go_on(method: str) -> None:
     model, optimizer = small()
     before = copy.deepcopy(model.state_dict())
-    with FoundSteps(model, optimizer, budget="150KiB", method=method) as steps:
+    with AutomaticSteps(model, optimizer, budget="150KiB", method=method) as steps:
         with pytest.raises(BudgetInfeasible) as refusal:
             step(model, optimizer, torch.ones(4096, 32))
         assert refusal.value.exact
@@ -240,7 +240,7 @@ def closures(method: str | None, optimizer_of: Callable[[Any], torch.optim.Optim
     optimizer = optimizer_of(model.parameters())
     with contextlib.ExitStack() as stack:
         if method is not None:
-            steps = stack.enter_context(FoundSteps(model, optimizer, budget="1GiB", method=method))
+            steps = stack.enter_context(AutomaticSteps(model, optimizer, budget="1GiB", method=method))
         for batch in batches(3):
 
             def closure(batch: Tensor = batch) -> Tensor:
@@ -264,7 +264,7 @@ def test_a_forward_in_a_closure_of_the_optimizer(method: str, kind: Any) -> None
 
 def test_copies_of_a_model_belong_to_no_session() -> None:
     model, optimizer = small()
-    with FoundSteps(model, optimizer, budget="1GiB", method="lru") as steps:
+    with AutomaticSteps(model, optimizer, budget="1GiB", method="lru") as steps:
         step(model, optimizer, torch.ones(8, 32))
         for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
             assert torch.equal(copied.eval()(torch.ones(8, 32)), model.eval()(torch.ones(8, 32)))
@@ -272,14 +272,14 @@ def test_copies_of_a_model_belong_to_no_session() -> None:
         step(model.train(), optimizer, torch.ones(8, 32))
         assert len(steps.session.history) == 2
         assert steps.session.history[-1].signature == "float32[8, 32]"
-    with pytest.raises(UsageError, match="give FoundSteps the optimizer"):
-        FoundSteps(model, None, budget="1GiB")
+    with pytest.raises(UsageError, match="give AutomaticSteps the optimizer"):
+        AutomaticSteps(model, None, budget="1GiB")
 
 
 def test_who_trains_in_evaluation_mode_is_believed_after_the_first_update() -> None:
     model, optimizer = small()
     model.eval()
-    with FoundSteps(model, optimizer, budget="1GiB", method="lru") as steps:
+    with AutomaticSteps(model, optimizer, budget="1GiB", method="lru") as steps:
         for batch in batches(3):
             step(model, optimizer, batch)
         assert len(steps.session.history) == 2
@@ -305,7 +305,7 @@ def test_a_forward_that_returns_nothing_is_no_failure_where_an_error_is_being_ha
 
     model = Losing()
     optimizer = torch.optim.SGD(model.parameters())
-    with FoundSteps(model, optimizer, budget="1GiB", method="lru") as steps:
+    with AutomaticSteps(model, optimizer, budget="1GiB", method="lru") as steps:
         try:
             raise MemoryError
         except MemoryError:
@@ -317,7 +317,7 @@ def test_a_forward_that_returns_nothing_is_no_failure_where_an_error_is_being_ha
 
 def test_a_model_that_is_not_called_is_said_once() -> None:
     model, optimizer = small()
-    with FoundSteps(model, optimizer, budget="1GiB", method="lru"):
+    with AutomaticSteps(model, optimizer, budget="1GiB", method="lru"):
         for number, batch in enumerate(batches(2)):
             said = (
                 pytest.warns(UserWarning, match="no forward of the model") if number == 0 else contextlib.nullcontext()
@@ -377,7 +377,7 @@ def test_what_the_loop_raises_closes_the_session_and_passes(method: str) -> None
 
 def test_nothing_stays_where_nobody_closes() -> None:
     model, optimizer = small()
-    FoundSteps(model, optimizer, budget="150KiB", method="lru")
+    AutomaticSteps(model, optimizer, budget="150KiB", method="lru")
     model(torch.ones(16, 32)).square().mean().backward()
     del model, optimizer
     gc.collect()

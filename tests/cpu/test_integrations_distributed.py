@@ -125,7 +125,7 @@ def test_a_rank_that_nobody_can_call_out_of_its_collective_says_the_sentence_and
 LISTENING = """
 import torch
 from spillway.session import ranks
-ranks.LOOKS = 0.0  # at the end of the process the thread is most likely in a call of the store's
+ranks.POLL_INTERVAL = 0.0  # at the end of the process the thread is most likely in a call of the store's
 store = torch.distributed.TCPStore("127.0.0.1", 0, 1, True)
 torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
 listening = ranks.Ranks(torch.distributed.group.WORLD)

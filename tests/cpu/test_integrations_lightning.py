@@ -11,7 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -19,6 +19,8 @@ from torch.utils.data import DataLoader
 from examples import lightning_module
 from spillway.errors import BudgetInfeasible, UsageError
 from spillway.integrations.lightning import SpillwayCallback
+from spillway.report.figures import scalars
+from tests.cpu import wandb_stand_in
 from tests.cpu.integration_matrix import Row, Trained, cells, check
 
 pytestmark = [
@@ -197,6 +199,19 @@ def test_figures_of_every_step_are_logged(tmp_path: Path) -> None:
     assert told == [one.peak_bytes for one in callback.memory.history]
     assert {event.value for event in found.Scalars("spillway_budget_bytes")} == {3 << 20}
     assert {"spillway_stall_seconds", "spillway_recompute_seconds"} <= set(found.Tags()["scalars"])
+
+
+def test_figures_reach_weights_and_biases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = wandb_stand_in.installed(monkeypatch)
+    monkeypatch.setattr("lightning.pytorch.loggers.wandb._WANDB_AVAILABLE", True)
+    callback = SpillwayCallback("3MiB")
+    trainer = trainer_of(tmp_path, [callback], logger=WandbLogger(save_dir=tmp_path), log_every_n_steps=1)
+    trainer.fit(Parts("self"), rows())
+    assert callback.memory is not None
+    told = [record for record in wandb.run.logged if "spillway_peak_bytes" in record]
+    assert len(told) == len(callback.memory.history)
+    for step, record in zip(callback.memory.history, told, strict=True):
+        assert {name: pytest.approx(value) for name, value in scalars([step]).items()}.items() <= record.items()
 
 
 def test_without_a_budget_none_is_logged(tmp_path: Path) -> None:

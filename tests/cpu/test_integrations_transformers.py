@@ -21,6 +21,8 @@ import spillway
 from examples import transformers_trainer, trl_sft
 from spillway.errors import BudgetInfeasible, ModelError, SessionError, UsageError
 from spillway.integrations.transformers import SpillwayCallback
+from spillway.report.figures import scalars
+from tests.cpu import wandb_stand_in
 from tests.cpu.integration_matrix import Row, Trained, cells, check
 
 pytestmark = [
@@ -329,6 +331,19 @@ def test_figures_reach_tensorboard_and_every_other_callback_that_logs(
     for name in ("peak_bytes", "budget_bytes", "stall_seconds", "recompute_seconds"):
         assert len(board.Scalars(f"train/spillway_{name}")) == 3
     assert board.Scalars("train/spillway_peak_bytes")[0].value == pytest.approx(max(peaks[:2]))
+
+
+def test_figures_reach_weights_and_biases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = wandb_stand_in.installed(monkeypatch)
+    callback = SpillwayCallback("5MiB")
+    gpt2(str(tmp_path), {"report_to": "wandb", "logging_steps": 2}, [callback]).train()
+    assert callback.memory is not None
+    steps = callback.memory.history
+    *told, whole = wandb.run.logged
+    for two, record in zip((steps[:2], steps[2:]), told, strict=True):
+        assert {f"train/{name}": value for name, value in scalars(two).items()}.items() <= record.items()
+    assert whole["train/spillway_peak_bytes"] == max(step.peak_bytes for step in steps)
+    assert {"train/loss", "train/global_step"} <= told[0].keys()
 
 
 def test_a_session_without_a_budget_keeps_account(tmp_path: Path) -> None:

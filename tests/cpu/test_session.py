@@ -62,6 +62,11 @@ def test_a_report_tells_what_happened(order: str) -> None:
             assert report.ops == counted.ops
             assert report.logged == {"loss": loss.item(), "number": float(number)}
             assert report.start_bytes <= report.peak_bytes <= report.allowed == memory.allowed == 300 << 10
+            assert memory.scalars() == report.logged | {
+                "spillway_peak_bytes": report.peak_bytes, "spillway_budget_bytes": 300 << 10,
+                "spillway_stall_seconds": report.stall_seconds,
+                "spillway_recompute_seconds": report.recomputed_seconds,
+            }  # fmt: skip
             assert report.end_bytes <= report.peak_bytes <= report.peak_rss_bytes
             assert report.working_bytes <= report.allowed
             assert report.seconds > report.stall_seconds > 0

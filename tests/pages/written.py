@@ -15,6 +15,7 @@ import spillway
 from spillway.cli import main
 from spillway.ir import StepReport
 from spillway.report.html import write_report
+from spillway.report.live import LiveView
 from spillway.workloads import Workload, seed_everything
 
 STEPS = 400
@@ -112,6 +113,18 @@ def foreseen(folder: Path) -> None:
     write_report(folder / "foreseen.html", {"budget_bytes": 24 * MiB}, [step], [], told)
 
 
+def in_a_notebook(folder: Path) -> None:
+    """What a notebook shows while a model trains, on paper as a notebook's."""
+    step = train(folder / "one.html", "lru", "24MiB", (64, 64))
+    steps = [
+        dataclasses.replace(step, step=number, dropped_bytes=number * MiB, logged={"loss": 1 / (number + 1)})
+        for number in range(30)
+    ]
+    dark = "@media (prefers-color-scheme: dark) { body { background: #111111; color: #dddddd; } }"
+    page = f"<!DOCTYPE html><meta charset='utf-8'><style>{dark}</style><body>{LiveView(steps)._repr_html_()}</body>"
+    (folder / "live.html").write_text(page, "utf-8")
+
+
 def reader(seed: int) -> Workload:
     """The same model as a workload."""
     seed_everything(seed)
@@ -159,10 +172,10 @@ def command(*words: object) -> None:
 
 
 WRITERS: tuple[Callable[[Path], None], ...] = (
-    tensor_engine, block_engine, long_run, empty_run, foreseen, simulated, compared, advised,
+    tensor_engine, block_engine, long_run, empty_run, foreseen, in_a_notebook, simulated, compared, advised,
 )  # fmt: skip
 PAGES = (
-    "run", "blocks", "long", "empty", "foreseen", "simulated", "compared", "advised", "advised-simulated",
+    "run", "blocks", "long", "empty", "foreseen", "live", "simulated", "compared", "advised", "advised-simulated",
 )  # fmt: skip
 SIMULATED = ("simulated", "compared", "advised-simulated")
 

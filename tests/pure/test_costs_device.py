@@ -21,6 +21,9 @@ from spillway.units import GiB
 FACTS = {
     "p100-nvlink": (10.6, 732, 34, "assumed"),
     "v100-pcie": (14, 900, 12, "PAPAYA"),
+    "v100": (15.7, 900, 12, "p3.2xlarge"),
+    "t4": (8.1, 320, 12, "PCIe 3.0"),
+    "k80": (2.8, 240, 12, "one of its two GPUs"),
     "v100-nvlink": (15.7, 900, 50, "37 to 75"),
     "a100": (19.5, 2039, 22.4, "arXiv:2203.15980"),
     "a100-physical": (19.5, 2039, 11.2, "one direction"),
@@ -120,7 +123,7 @@ def changed(path: Path, **changes: Any) -> None:
     ("changes", "said"),
     [
         ({"format": "spillway run"}, "this is no 'spillway device' file"),
-        ({"version": 1}, "it is of version 1, and this Spillway reads 3"),
+        ({"version": 1}, "it is of version 1, and this Spillway reads 4"),
         ({"device": []}, "[] is no device"),
         ({"memory": 1.5}, "memory of the device is 1.5, not a whole number from 0"),
         ({"memory": True}, "memory of the device is True, not a whole number"),

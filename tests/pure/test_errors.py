@@ -3,11 +3,13 @@ from __future__ import annotations
 import inspect
 import pickle
 import re
+import traceback
 from pathlib import Path
 
 import pytest
 
 from spillway import errors
+from spillway.cli import main
 from spillway.errors import (
     BudgetError,
     BudgetInfeasible,
@@ -16,6 +18,7 @@ from spillway.errors import (
     PlanRejected,
     SpillwayError,
     UsageError,
+    pass_notes,
 )
 from spillway.units import GiB
 
@@ -63,6 +66,44 @@ def test_an_error_is_told_on_one_line_and_ends_as_a_sentence_does(error: Spillwa
     assert str(error).endswith(".")
 
 
+KINDS = [one for one in vars(errors).values() if inspect.isclass(one) and issubclass(one, SpillwayError)]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_an_error_says_in_a_note_where_the_documents_say_what_to_do(
+    kind: type[SpillwayError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page, _, anchor = (kind.__new__(kind).page or "docs/errors.md#").partition("#")
+    headings = re.findall(r"^## (\w+)$", (Path(__file__).parents[2] / page).read_text("utf-8"), re.MULTILINE)
+    assert anchor in [heading.lower() for heading in headings] or kind in (SpillwayError, UsageError)
+    assert getattr(kind.__new__(kind), "__notes__", []) == [f"What to do: {page}#{anchor}"] * bool(anchor)
+    monkeypatch.setattr(errors, "SITE", "https://docs.example/")
+    assert kind.__new__(kind).page == (f"https://docs.example/errors/#{anchor}" if anchor else None)
+
+
+def test_an_error_of_a_users_own_names_the_page_of_its_base() -> None:
+    class Mine(BudgetError):
+        pass
+
+    assert Mine("It is too small.").page == "docs/errors.md#budgeterror"
+    assert not hasattr(type("Mine", (SpillwayError,), {})("It is too small."), "__notes__")
+
+
+def test_a_traceback_shows_the_sentence_and_below_it_the_page() -> None:
+    assert "".join(traceback.format_exception(BudgetError("It is too small."))).splitlines() == [
+        "spillway.errors.BudgetError: It is too small.", "What to do: docs/errors.md#budgeterror",
+    ]  # fmt: skip
+
+
+def test_an_error_that_is_told_as_another_or_as_itself_passes_its_notes_on_once() -> None:
+    first, second = BudgetError("First."), BudgetError("Second.")
+    first.add_note("in step 3")
+    pass_notes(first, second)
+    pass_notes(first, second)
+    pass_notes(first, first)
+    assert second.__notes__ == first.__notes__ == ["What to do: docs/errors.md#budgeterror", "in step 3"]
+
+
 def test_an_infeasible_budget_is_told_with_the_op_and_every_number() -> None:
     assert str(INFEASIBLE) == (
         "Op 812 (aten.mm.default) needs 3.00 GiB in memory at once and 2.00 GiB are allowed: "
@@ -92,3 +133,15 @@ def test_a_rejected_plan_names_the_rule_that_it_breaks() -> None:
 
 def test_a_broken_invariant_asks_for_a_report() -> None:
     assert "please report it" in str(EngineError("A locked value was dropped."))
+
+
+def test_the_command_line_names_the_page_below_the_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "foreign.jsonl").write_text("step,loss\n")
+    for file, below in (
+        ("foreign.jsonl", ["spillway: what to do: docs/errors.md#fileformaterror"]),
+        ("none.jsonl", []),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main(["report", str(tmp_path / file)])
+        assert ended.value.code == 1
+        assert capsys.readouterr().err.splitlines()[1:] == below

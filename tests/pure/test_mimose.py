@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -280,7 +281,7 @@ def test_what_is_published_and_what_is_the_default_differ_in_these_fields() -> N
     differ = {name for name in Options.__slots__ if getattr(default, name) != getattr(published, name)}
     assert differ == {
         "ends_early", "collects_known_sizes", "first_counts", "forwards", "exact_bytes", "checks_peak", "corrects",
-        "reserve", "interval",
+        "reserve", "interval", "similar",
     }  # fmt: skip
 
 
@@ -331,12 +332,68 @@ def test_a_plan_that_recomputes_nothing_or_does_not_hold_is_right_on_its_side() 
     assert [cache.find((2,), available) is not None for available in (-5, 89, 90)] == [True, True, False]
 
 
-def test_plans_are_forgotten_when_estimates_change() -> None:
+def test_similar_sizes_have_the_plan_of_the_largest_of_them_that_was_seen() -> None:
+    cache = PlanCache(1, share=0.02)
+    assert [cache.rounded((x,)) for x in (202, 205, 203, 206)] == [(202,), (205,), (205,), (206,)]
+    assert [cache.rounded((x,)) for x in (0, 1, 7, 8)] == [(0,), (1,), (7,), (8,)]
+    pictures = [cache.rounded(size) for size in ((202, 303), (205, 300), (203, 299))]
+    assert pictures == [(202, 303), (205, 303), (203, 299)]
+    samples = PlanCache(1, share=0.02, batched=True)
+    assert [samples.rounded(size) for size in ((200, 205), (201, 203), (200, 202))] == [
+        (200, 205), (201, 203), (200, 205),
+    ]  # fmt: skip
+    cache = PlanCache(1, share=0.02)
+    cache.put(a_plan(cache.rounded((203,))))
+    assert cache.find(cache.rounded((202,)), 60) is not None
+    assert cache.find(cache.rounded((204,)), 60) is None, "a larger one"
+    cache.put(a_plan((204,)))
+    assert (len(cache), cache.find(cache.rounded((202,)), 60)) == (1, a_plan((204,)))
+
+
+def test_lengths_of_an_epoch_share_sixty_plans_where_each_would_have_its_own() -> None:
+    kept = {}
+    for similar in (Options().similar, 0.0):
+        mimose = Mimose(Options(similar=similar))
+        for length in range(153, 450):
+            mimose.cache.put(a_plan(mimose.cache.rounded((length,))))
+        kept[similar] = len(mimose.cache)
+    assert kept == {0.02: 55, 0.0: 297}
+
+
+def test_a_plan_in_doubt_is_looked_at_and_stays_unless_it_would_be_another() -> None:
+    cache = PlanCache(1)
+    needs = {"bytes": 55}
+
+    def look(plan: BlockPlan) -> BlockPlan:
+        return replace(plan, projected=needs["bytes"], available=plan.available + needs["bytes"] - plan.projected)
+
+    cache.put(a_plan((7,)))
+    cache.doubt()
+    assert cache.find((7,), 60) is None, "nobody looks"
+    assert cache.find((7,), 54, look) is None, "it needs more than there is"
+    assert cache.find((7,), 55, look) is not None
+    needs["bytes"] = 45
+    assert cache.find((7,), 50, look) is None, "nothing has changed, and it needs 55"
+    cache.doubt()
+    assert [cache.find((7,), available, look) is not None for available in (44, 45, 74, 75)] == [
+        False,
+        True,
+        True,
+        False,
+    ]
+    assert cache.made == 1
+
+
+def test_plans_are_looked_at_again_when_estimates_change() -> None:
     training = trained(Mimose())
     mimose = training.mimose
     training.step(90)
-    mimose.plan((100,), 10**9)
+    before = mimose.plan((90,), 10**9)
+    made = mimose.cache.made
     training.step(90)  # as expected
-    assert len(mimose.cache) >= 2
+    assert mimose.plan((90,), 10**9) is before
     mimose.end(StepSample(size=(90,), recomputed=frozenset(), peak=10**8))
-    assert len(mimose.cache) == 0
+    after = mimose.plan((90,), 10**9)
+    assert (after.projected, mimose.cache.made) == (10**8, made), "it took so much, and so much is there"
+    assert mimose.plan((90,), 10**8 - 1).given_up, "made again"
+    assert mimose.cache.made == made + 1

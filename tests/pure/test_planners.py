@@ -24,6 +24,8 @@ from spillway.methods import (
 )
 from spillway.methods.checkmate import lower_bound
 from spillway.methods.planned import SelfPlanned
+from spillway.methods.zero_offload import ON_HOST
+from spillway.simulation.simulated_engine import simulate
 from tests.pure.linear_graphs import linear_step
 from tests.pure.training_steps import training_step
 
@@ -183,6 +185,68 @@ def test_zero_offload_has_state_and_gradients_away_but_for_the_update() -> None:
                 assert gap_at(plan, after).end == len(step.ops)
     assert plan.projected < step.plain_peak()
     assert all(gap.end >= update for gap in plan.gaps)
+
+
+def updated_on_the_host(seed: int, host_update: float = 1e9) -> tuple[Step, Step, int]:
+    step = training_step(seed)
+    return step, *ZeroOffload(host_update=host_update).as_run(step, DEVICE)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_on_paper_the_host_updates_and_the_device_holds_no_state(seed: int) -> None:
+    step, sent, moved = updated_on_the_host(seed)
+    kinds = [{storage.kind for storage in one.storages} for one in (step, sent)]
+    assert kinds[0] - kinds[1] == {Kind.OPTIMIZER_STATE}
+    host = [op for op in sent.ops if op.phase is Phase.OPTIMIZER]
+    assert [op.name for op in sent.ops if op not in host] == [
+        op.name for op in step.ops if op.phase is not Phase.OPTIMIZER
+    ]
+    assert {op.name for op in host} == {ON_HOST}
+    assert not any(op.reads for op in host)
+    written = [sent.storages[sent.values[value].storage] for op in host for value in op.creates]
+    assert {storage.kind for storage in written} == {Kind.PARAMETER}
+    assert moved == sum(storage.nbytes for storage in written) > 0
+    plan = ZeroOffload().plan(problem(sent, 10**9))
+    verify(plan, sent, plan.allowed)
+    assert {sent.storages[sent.values[gap.value].storage].kind for gap in plan.gaps} == {Kind.GRADIENT}
+    assert plan.remark == ""
+    assert plan.projected < step.plain_peak()
+
+
+def test_the_hosts_update_runs_beside_the_copies_in_of_what_it_has_updated() -> None:
+    step, slow, moved = updated_on_the_host(3, 1e6)
+    _, quick, _ = updated_on_the_host(3, 1e18)
+    parameters = [storage.nbytes for storage in step.storages if storage.kind is Kind.PARAMETER]
+    assert sum(parameters) == moved
+    seconds = [sum(op.seconds or 0 for op in sent.ops if op.name == ON_HOST) for sent in (slow, quick)]
+    # A slow host hides all copies but the last; a quick one leaves the copies alone.
+    (last,) = slow.ops[-1].creates
+    nbytes = slow.storages[slow.values[last].storage].nbytes
+    calls = len(parameters) * DEVICE.op_seconds
+    assert seconds[0] == pytest.approx(calls + moved / 1e6 + DEVICE.in_seconds(nbytes))
+    assert seconds[1] == pytest.approx(DEVICE.op_seconds + sum(map(DEVICE.in_seconds, parameters)))
+
+
+def test_a_simulated_step_takes_as_long_as_the_host_and_counts_what_comes_in() -> None:
+    step = training_step(3)
+    quick, slow = (
+        simulate(step, allowed=10**9, method=ZeroOffload(host_update=rate), device=DEVICE) for rate in (1e18, 1e5)
+    )
+    _, moved = ZeroOffload().as_run(step, DEVICE)
+    assert quick.status == slow.status == "ok"
+    assert slow.seconds - quick.seconds == pytest.approx(moved / 1e5, rel=0.01)
+    assert quick.bytes_in == moved
+    assert quick.bytes_out == sum(storage.nbytes for storage in step.storages if storage.kind is Kind.GRADIENT)
+    assert quick.peak_bytes < step.plain_peak()
+
+
+def test_without_an_optimizer_nothing_is_sent_and_a_plan_of_the_recorded_step_says_what_it_cannot() -> None:
+    step = linear_step(4)
+    assert ZeroOffload().as_run(step, DEVICE) == (step, 0)
+    assert ZeroOffload().plan(problem(step, 10**9)).remark == ""
+    assert ZeroOffload().plan(problem(training_step(1), 10**9)).remark.startswith("The update runs on the device")
+    with pytest.raises(UsageError, match="more than 0 bytes a second"):
+        ZeroOffload(host_update=0)
 
 
 # Checkmate

@@ -66,6 +66,8 @@ class AbstractBench(ABC):
     """Of the workload."""
     hardware: str
     """A device, or "this CPU"."""
+    spread: tuple[float, ...] | None = None
+    """Of simulated steps: measured seconds as multiples of simulated ones, 80 % between; None for measured ones."""
 
     def measure_again(self, method: str, size: int) -> Trial:
         """The same, by another step, whatever is known of it."""

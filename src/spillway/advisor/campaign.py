@@ -227,7 +227,7 @@ class Campaign:
         methods = {method: self.samples(method) for method in self.methods if self.trials[method]}
         return Experiment(
             hardware=self.bench.hardware, network=self.bench.name, layers=layers, hidden=hidden, precision=precision,
-            source="", methods=methods,
+            source="", methods=methods, spread=self.bench.spread,
         )  # fmt: skip
 
     # ------------------------------------------------------------------ sizes

@@ -106,6 +106,8 @@ class Experiment:
     source: str
     """Where the runs are from; empty where the file does not say."""
     methods: Mapping[str, Samples]
+    spread: tuple[float, ...] | None = None
+    """Of simulated steps: measured seconds as multiples of simulated ones, 80 % between; None where nobody knows."""
 
     @property
     def seen(self) -> Seen:

@@ -4,8 +4,8 @@ What a step does at other batch sizes than the recorded ones is derived (`costs/
 all sizes; else each size is recorded. Peaks are bytes of storages, exactly: PAPAYA's are `max_memory_allocated`, which
 counts the same. Fragments are in neither, and in the limit that the advisor is given.
 
-Differs from measuring: what a device does beside the step's ops takes no time and no memory, and shares of the
-roofline are those of fp32 kernels (`costs/roofline.py`).
+Differs from measuring: what a device does beside the step's ops takes no time and no memory, but for the host's
+launches where the device says what they take. How far modelled seconds are to be trusted says `Efficiency`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from spillway.advisor.bench import AbstractBench, Trial
 from spillway.advisor.measurements import SIMULATED
 from spillway.advisor.ways import Way, way_of
 from spillway.costs.device import Device
-from spillway.costs.roofline import step_seconds, timed
+from spillway.costs.roofline import PUBLISHED, step_seconds, timed
 from spillway.costs.scaling import Scaling, fit_scaling
 from spillway.errors import UsageError
 from spillway.ir.lives import kept_for_backward, lives_of
@@ -88,6 +88,7 @@ class SimulatedBench(AbstractBench):
         self.name = name
         self.hardware = f"{device.name}{SIMULATED}"
         self.device = device
+        self.spread = (device.efficiency or PUBLISHED).step_spread
         self._steps, self._bits = steps, bits
         self._timed: dict[int, Step] = {}
         self._trials: dict[tuple[str, int], Trial] = {}
@@ -106,11 +107,12 @@ class SimulatedBench(AbstractBench):
 
     def step_of(self, way: Way, size: int) -> GraphRewrite:
         """The step of a method without what it moves, and what of it would be moved."""
-        step = self._step(size)
+        step = self._steps.at(size)
         match way.action:
             case None:
-                return GraphRewrite(step=step, waiting=(), full=0, packed=0)
+                return GraphRewrite(step=self._step(size), waiting=(), full=0, packed=0)
             case Action.OFFLOAD:
+                step = self._step(size)
                 kept = kept_for_backward(step, lives_of(step), step.saved)
                 return GraphRewrite(step=step, waiting=tuple(one.value for one in kept), full=0, packed=0)
             case Action.COMPRESS | Action.COMPRESS_OFFLOADED:
@@ -123,7 +125,8 @@ class SimulatedBench(AbstractBench):
                 done = run_twice(step, keeps=lambda op: is_expensive(op.name))
             case _:
                 raise UsageError(f"Nobody can simulate {way.name}.")
-        return replace(done, step=timed(done.step, self.device, keep_measured=True))
+        # All of it anew: what a device waits for its host depends on what runs before.
+        return replace(done, step=timed(done.step, self.device))
 
     def gradient_bytes(self) -> Bytes:
         """Of all gradients of a step."""

@@ -149,6 +149,7 @@ class Row:
             "score": _finite(self.score), "point": _finite(self.point),
             "predicted_batch": self.predicted and self.predicted.size,
             "predicted_throughput": self.predicted and self.predicted.throughput,
+            "predicted_throughput_range": throughput_range(self),
             "taken_batch": self.taken and self.taken.size,
             "taken_throughput": self.taken and self.taken.throughput,
             f"{there.seen}_batch": self.measured and self.measured.size,
@@ -380,12 +381,22 @@ def cells(row: Row, times: float | None, digits: int = 3) -> dict[str, str]:
     if row.score is not None and row.point:  # as the paper draws it
         told["score/point"] = f"{row.score / row.point:.3f}" if row.score < inf else "inf"
     if row.predicted is not None:
-        told |= {"batch": f"{row.predicted.size}", "samples/s": f"{row.predicted.throughput:.4g}"}
+        ends = throughput_range(row)
+        between = "" if ends is None else f" ({ends[0]:.3g} to {ends[1]:.3g})"
+        told |= {"batch": f"{row.predicted.size}", "samples/s": f"{row.predicted.throughput:.4g}{between}"}
     if times is not None:
         told["x plain"] = f"{times:.3f}"
     if row.sure is not None:
         told["sure"] = f"{row.sure:.0%}"
     return told
+
+
+def throughput_range(row: Row) -> tuple[float, float] | None:
+    """Samples per second of the predicted best, between which 80 % of simulated ones lie; None for measured ones."""
+    spread = row.experiment.spread
+    if spread is None or row.predicted is None:
+        return None
+    return row.predicted.throughput / spread[1], row.predicted.throughput / spread[0]
 
 
 def as_measured(row: Row) -> str:

@@ -15,7 +15,21 @@ from typing import Annotated
 import typer
 
 import spillway
-from spillway.cli import advise, build, compare, demo, doctor, fit, pilot, plan, record, report, simulate, train
+from spillway.cli import (
+    advise,
+    build,
+    calibrate,
+    compare,
+    demo,
+    doctor,
+    fit,
+    pilot,
+    plan,
+    record,
+    report,
+    simulate,
+    train,
+)
 from spillway.cli.common import PLANNERS, WORKLOADS
 from spillway.errors import SpillwayError, on_one_line
 from spillway.methods import METHODS
@@ -29,7 +43,7 @@ app = typer.Typer(
 for _name, _verb in (
     ("demo", demo.demo), ("train", train.train), ("record", record.record), ("compare", compare.compare_),
     ("simulate", simulate.simulate), ("report", report.report), ("doctor", doctor.doctor), ("plan", plan.plan),
-    ("advise", advise.advise_), ("build", build.build_),
+    ("advise", advise.advise_), ("build", build.build_), ("calibrate", calibrate.calibrate),
 ):  # fmt: skip
     app.command(name=_name)(_verb)
 app.command(name="fit", context_settings={"allow_interspersed_args": False})(fit.fit)
@@ -57,4 +71,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         app(arguments)
     except SpillwayError as error:
         print(on_one_line(f"spillway: {error}"), file=sys.stderr)
+        if error.page:
+            print(f"spillway: what to do: {error.page}", file=sys.stderr)
         sys.exit(1)

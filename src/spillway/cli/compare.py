@@ -39,6 +39,7 @@ from spillway.simulation.sweep import (
     compare,
     missing_sentence,
     parse_methods,
+    spread_sentence,
     sweep_problem_of,
 )
 from spillway.units import format_bytes, format_seconds
@@ -136,7 +137,7 @@ def _print(comparison: Comparison, written: Sequence[Path]) -> None:
     for budget in comparison.budgets:
         share = 100 * budget / (problem.plain_peak or 1)
         table.add_column(f"{share:.3g} %\n{format_bytes(budget)}", justify="right")
-    cells = {(row.method, row.budget_bytes): times_plain(row) for row in comparison.rows}
+    cells = {(row.method, row.budget_bytes): _cell(row) for row in comparison.rows}
     for method in comparison.methods:
         table.add_row(method, *(cells.get((method, budget), "") for budget in comparison.budgets))
     if comparison.bounds:
@@ -156,7 +157,8 @@ def _print(comparison: Comparison, written: Sequence[Path]) -> None:
     for row in comparison.rows:
         if row.remark:
             say(console, f"{row.method} under {format_bytes(row.budget_bytes)}: {row.remark}")
-    for line in (problem.costs, bound_sentence(comparison) if comparison.bounds else "", missing_sentence(comparison)):
+    bounds = bound_sentence(comparison) if comparison.bounds else ""
+    for line in (problem.costs, spread_sentence(problem), bounds, missing_sentence(comparison)):
         if line:
             say(console, line)
     for path in written:
@@ -166,3 +168,10 @@ def _print(comparison: Comparison, written: Sequence[Path]) -> None:
 def times_plain(row: Row) -> str:
     """A cell of the table: times the plain step, or how it ended otherwise."""
     return row.status if row.overhead is None else f"{row.overhead:.3f}"
+
+
+def _cell(row: Row) -> str:
+    """The same, and below it between what 80 % lie, where that says more."""
+    ends = row.overhead_range
+    told = "" if ends is None else f"{ends[0]:.2f}-{ends[1]:.2f}"
+    return times_plain(row) + (f"\n{told}" if ends is not None and f"{ends[0]:.2f}" != f"{ends[1]:.2f}" else "")

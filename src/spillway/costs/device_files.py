@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,7 +14,7 @@ from spillway.ir.sealed import replace_file
 from spillway.units import Bytes, MiB
 
 FORMAT: Final = "spillway device"
-VERSION: Final = 3
+VERSION: Final = 4
 MOST: Final[Bytes] = MiB
 """What is read of a file."""
 
@@ -24,8 +24,15 @@ def write_device(path: Path, device: Device, facts: Mapping[str, Any] | None = N
 
     Raises OSError if the system refuses.
     """
-    told = {"format": FORMAT, "version": VERSION, "facts": dict(facts or {}), "device": asdict(device)}
+    told = {"format": FORMAT, "version": VERSION, "facts": dict(facts or {}), "device": fields_of(device)}
     replace_file(path, f"{json.dumps(told, indent=1)}\n".encode())
+
+
+def fields_of(device: Device) -> dict[str, Any]:
+    """A device as JSON can hold it."""
+    by = device.efficiency
+    plain = asdict(replace(device, efficiency=None))
+    return plain if by is None else plain | {"efficiency": asdict(replace(by, shares=dict(by.shares)))}
 
 
 def read_device(path: Path) -> tuple[Device, Mapping[str, Any]]:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache
-from itertools import product
+from itertools import islice, product
 from math import ceil, gcd
 from typing import Any, Final, TypeAlias, final
 
@@ -216,6 +216,8 @@ class Scaling:
     """Of every op, by its number."""
     traffic: tuple[Law, ...]
     """Of every op, by its number."""
+    shapes: tuple[tuple[Law, ...], ...]
+    """Of every op, of each length of its shape."""
     seconds: tuple[tuple[float, ...] | None, ...]
     """Of every op, coefficients from the zeroth power up; None for an op that was not timed at every size."""
 
@@ -262,7 +264,9 @@ class Scaling:
 
         def op(there: Op) -> Op:
             flops, traffic = at(self.flops[there.number]), at(self.traffic[there.number])
-            return replace(there, flops=flops, traffic=traffic, seconds=_at(self.seconds[there.number], size))
+            shape = tuple(map(at, self.shapes[there.number]))
+            seconds = _at(self.seconds[there.number], size)
+            return replace(there, flops=flops, traffic=traffic, shape=shape, seconds=seconds)
 
         first = self.steps[0]
         return replace(first, storages=tuple(map(storage, first.storages)), ops=tuple(map(op, first.ops)))
@@ -298,8 +302,15 @@ def fit_scaling(steps: Mapping[int, Step]) -> Scaling:
         nbytes=nbytes,
         flops=_laws(sizes, ordered, lambda step: (op.flops for op in step.ops), quanta),
         traffic=_laws(sizes, ordered, lambda step: (op.traffic for op in step.ops), quanta),
+        shapes=_shapes(sizes, ordered, quanta),
         seconds=_curves(sizes, ordered),
     )
+
+
+def _shapes(sizes: Sequence[int], steps: Sequence[Step], quanta: Sequence[int]) -> tuple[tuple[Law, ...], ...]:
+    lengths = [len(op.shape) for op in steps[0].ops]
+    laws = iter(_laws(sizes, steps, lambda step: (length for op in step.ops for length in op.shape), quanta))
+    return tuple(tuple(islice(laws, length)) for length in lengths)
 
 
 def _nbytes(step: Step) -> Iterator[Bytes]:
@@ -347,7 +358,7 @@ def _structure(step: Step) -> tuple[Any, ...]:
 
 
 def _of_op(op: Op) -> tuple[Any, ...]:
-    return op.name, op.phase, op.reads, op.creates, op.seeded, op.replayable
+    return op.name, op.phase, op.reads, op.creates, op.seeded, op.replayable, len(op.shape)
 
 
 def _of_storage(storage: StorageInfo) -> tuple[Any, ...]:

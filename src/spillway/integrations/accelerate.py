@@ -5,7 +5,7 @@
 
 The rest of the loop stays as it is. A step is what comes between two updates of the optimizer: with
 `accelerator.accumulate(model)` all micro-batches of an update, since Accelerate's optimizer steps for real only with
-the last. Where steps begin and end is found by `FoundSteps`, as its note says.
+the last. Where steps begin and end is found by `AutomaticSteps`, as its note says.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from accelerate import Accelerator  # type: ignore[import-untyped]
 
 from spillway.budgets import parse_budget
 from spillway.errors import UsageError
-from spillway.integrations.found_steps import FoundSteps
+from spillway.integrations.automatic_steps import AutomaticSteps
 from spillway.memory.budget import UNLIMITED
 from spillway.methods import AbstractPlanner, AbstractPolicy, resolve
 from spillway.methods.by_block import AbstractBlockMethod
@@ -61,7 +61,7 @@ def prepare(
         ModelError, SpillDirectoryError: As `spillway.manage`.
     """
     there = vars(accelerator).get("spillway")
-    if isinstance(there, FoundSteps) and not there.closed:
+    if isinstance(there, AutomaticSteps) and not there.closed:
         raise UsageError(
             "This accelerator trains under a budget already, and steps of two sessions do not nest: prepare all models "
             "and optimizers in one call, or call accelerator.free_memory() before the next training."
@@ -81,7 +81,7 @@ def prepare(
             f"{len(modules)} models and {len(optimizers)} optimizers: prepare(accelerator, model, optimizer, loader, "
             f"budget=...)."
         )
-    steps = FoundSteps(models, optimizers, budget=budget, method=method, spill=spill, blocks=blocks, report=report)
+    steps = AutomaticSteps(models, optimizers, budget=budget, method=method, spill=spill, blocks=blocks, report=report)
     accelerator.spillway = steps
     for name in _ENDS:
         if not isinstance(vars(accelerator).get(name), functools.partial):

@@ -2,8 +2,8 @@
 
 NOTE [What is found]. Whatever trains, a loop by hand or a library's, calls a module under gradients and has an
 optimizer that updates its parameters. So optimizers are noted as they are made, and calls of modules are looked at
-until one of them is of a module that an optimizer updates. From there on `FoundSteps` finds the steps. The session is
-of the module that was called and, where its optimizers update more than that, of the outermost modules that own the
+until one of them is of a module that an optimizer updates. From there on `AutomaticSteps` finds the steps. The session
+is of the module that was called and, where its optimizers update more than that, of the outermost modules that own the
 rest. Another optimizer may mean another training: then the next call of a module that it updates is looked at in the
 same way, and the session before is closed. Which library calls is told by who is on the stack.
 """
@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from spillway.engines.tensors.probe import smallest_budget
 from spillway.errors import BudgetInfeasible, UsageError
-from spillway.integrations.found_steps import FoundSteps, callers
+from spillway.integrations.automatic_steps import AutomaticSteps, callers
 from spillway.ir import StepReport
 from spillway.session import Session, TensorSession
 from spillway.session.called import Calls
@@ -60,7 +60,7 @@ class FoundTraining:
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()
         """Optimizers that have been looked at."""
         self._models: list[torch.nn.Module] = []
-        self._steps: FoundSteps | None = None
+        self._steps: AutomaticSteps | None = None
         self._calls = Calls()
         self._undo = contextlib.ExitStack()
 
@@ -158,7 +158,7 @@ class FoundTraining:
         self._models = [module, *_owners(rest, module)]
         if self._steps is not None:
             self._steps.close()
-        self._steps = FoundSteps(self._models, optimizers, when_ended=self._ended, **self._options)
+        self._steps = AutomaticSteps(self._models, optimizers, when_ended=self._ended, **self._options)
         self.session = self._steps.session
         self._calls.end()
         if self._options["budget"] is None:

@@ -22,9 +22,10 @@ import torch
 
 from spillway.engines.blocks.hook import Hook
 from spillway.errors import UsageError
-from spillway.integrations.found_steps import end_failed
+from spillway.integrations.automatic_steps import end_failed
 from spillway.methods import LRU, AbstractPlanner, AbstractPolicy, resolve
 from spillway.methods.by_block import AbstractBlockMethod
+from spillway.report.figures import scalars
 from spillway.session import BlockOptions, ReportOptions, Session, SpillOptions, manage
 from spillway.session.inputs import unwrapped
 
@@ -120,15 +121,8 @@ class SpillwayCallback(Callback):
             return
         self._in_step = False
         self.memory.end()
-        report = self.memory.history[-1]
-        figures = {
-            "spillway_peak_bytes": report.peak_bytes, "spillway_stall_seconds": report.stall_seconds,
-            "spillway_recompute_seconds": report.recomputed_seconds,
-        }  # fmt: skip
-        if self.memory.budget is not None:
-            figures["spillway_budget_bytes"] = report.allowed
-        for name, value in figures.items():
-            pl_module.log(name, float(value), on_step=True, on_epoch=False, batch_size=1)
+        for name, value in scalars(self.memory.history[-1:]).items():
+            pl_module.log(name, value, on_step=True, on_epoch=False, batch_size=1)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The session ends with the fit."""

@@ -28,11 +28,10 @@ from typing import Any, Final, final
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from spillway.errors import UsageError
-from spillway.integrations.found_steps import callers
-from spillway.ir import StepReport
-from spillway.memory.budget import UNLIMITED
+from spillway.integrations.automatic_steps import callers
 from spillway.methods import AbstractPlanner, AbstractPolicy
 from spillway.methods.by_block import AbstractBlockMethod
+from spillway.report.figures import scalars
 from spillway.session import BlockOptions, ReportOptions, Session, SpillOptions, manage
 from spillway.units import format_bytes, format_seconds
 
@@ -124,7 +123,7 @@ class SpillwayCallback(TrainerCallback):
         """Close the session, and say what it came to."""
         self._stop()
         if self.memory is not None and (steps := self.memory.history):
-            told = _figures(steps, self.memory.allowed)
+            told = scalars(steps)
             _LOG.info(
                 "%d steps took at most %s%s; %s left memory; of their %s, %s were spent waiting for copies and %s "
                 "recomputing.",
@@ -157,7 +156,7 @@ class SpillwayCallback(TrainerCallback):
         since, whole = self.memory.history[self._told :], "train_runtime" in logs
         if whole or ("loss" in logs and since):
             self._told += len(since)
-            logs.update(_figures(self.memory.history if whole else since, self.memory.allowed))
+            logs.update(scalars(self.memory.history if whole else since))
         log(logs, *args, **kwargs)
 
     def _guard(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -205,15 +204,3 @@ class SpillwayCallback(TrainerCallback):
                         setattr(trainer, name, method)
             if self.memory is not None:
                 self.memory.__exit__(*sys.exc_info())
-
-
-def _figures(steps: Sequence[StepReport], allowed: int) -> dict[str, float]:
-    budget = {"spillway_budget_bytes": allowed} if allowed < UNLIMITED else {}
-    return (
-        {"spillway_peak_bytes": max((step.peak_bytes for step in steps), default=0)}
-        | budget
-        | {
-            "spillway_stall_seconds": sum(step.stall_seconds for step in steps),
-            "spillway_recompute_seconds": sum(step.recomputed_seconds for step in steps),
-        }
-    )

@@ -105,8 +105,14 @@ class Op:
     """Floating-point operations that it takes; 0 for what only moves bytes, and where nobody counted."""
     traffic: Bytes = 0
     """Bytes that it reads and writes in device memory; 0 where nobody counted."""
+    shape: tuple[int, ...] = ()
+    """Of a matrix product: matrices, rows, columns, summed over. Of a convolution: samples, channels in and out, places
+    of its result, height and width of its window, stride, groups; height and stride count all dimensions but the last.
+    Of a batch norm: channels. Empty for all else, and where nobody wrote it down."""
 
     def __post_init__(self) -> None:
+        if any(length < 0 for length in self.shape):
+            raise ValueError(f"{self.label} has the shape {self.shape}")
         if self.seconds is not None and not 0 <= self.seconds < math.inf:
             raise ValueError(f"{self.label} takes {self.seconds} seconds")
         if self.flops < 0 or self.traffic < 0:

@@ -30,6 +30,7 @@ def position_of(op: int) -> Position:
 class _New:
     nbytes: Bytes
     kind: Kind
+    dtype: str = ""
     ends: Position | None = None
     versions: int = 0
     born: Position | None = None
@@ -48,9 +49,9 @@ class Draft:
         self._ends: dict[StorageId, Position] = {}
         self._named: dict[StorageId, Position] = {}
 
-    def storage(self, nbytes: Bytes, kind: Kind) -> StorageId:
+    def storage(self, nbytes: Bytes, kind: Kind, dtype: str = "") -> StorageId:
         """A new storage. It is alive from the op that creates its first value to the last that names one of them."""
-        self._storages.append(_New(nbytes, kind))
+        self._storages.append(_New(nbytes, kind, dtype))
         return len(self._step.storages) + len(self._storages) - 1
 
     def value(self, storage: StorageId) -> ValueId:
@@ -63,14 +64,16 @@ class Draft:
 
     def add(
         self, before: int, name: str, phase: Phase, reads: Sequence[ValueId], creates: Sequence[ValueId], *,
-        module: str = "", flops: int = 0, traffic: Bytes = 0, seconds: float | None = None, seeded: bool = False,
+        module: str = "", flops: int = 0, traffic: Bytes = 0, shape: tuple[int, ...] = (),
+        seconds: float | None = None, seeded: bool = False,
         replayable: bool = True,
     ) -> Position:  # fmt: skip
         """Add an op before one of the step; where it stands."""
         position = (before, len(self._added[before]))
         self._added[before].append(
             Op(number=0, name=name, phase=phase, reads=tuple(dict.fromkeys(reads)), creates=tuple(creates),
-               seconds=seconds, seeded=seeded, replayable=replayable, module=module, flops=flops, traffic=traffic)
+               seconds=seconds, seeded=seeded, replayable=replayable, module=module, flops=flops, traffic=traffic,
+               shape=shape)
         )  # fmt: skip
         for number in (*reads, *creates):
             self._name(number, position)
@@ -143,6 +146,6 @@ class Draft:
         if new.born is None or new.ends is None:
             raise ValueError(f"storage {number} of a draft is created by no op")
         return StorageInfo(
-            id=number, nbytes=new.nbytes, kind=new.kind, alive_from=numbers[new.born],
+            id=number, nbytes=new.nbytes, kind=new.kind, dtype=new.dtype, alive_from=numbers[new.born],
             alive_until=numbers[new.ends] + 1,
         )  # fmt: skip

@@ -111,6 +111,7 @@ def _op_record(op: Op, names: list[str]) -> dict[str, Any]:
     if op.seconds is not None:
         record["seconds"] = op.seconds
     record |= _worth_saying({"flops": op.flops, "traffic": op.traffic, "seeded": op.seeded})
+    record |= _worth_saying({"shape": [*op.shape]})
     return record if op.replayable else record | {"replayable": False}
 
 

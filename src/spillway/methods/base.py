@@ -259,6 +259,12 @@ class AbstractPlanner(ABC):
     uses_recipes: bool = True
     """Whether its plans ever recompute anything; without recipes an op costs less to track."""
 
+    def as_run(self, step: Step, device: Device) -> tuple[Step, Bytes]:
+        """The step as this method runs it on paper, where that is another than the recorded one because ops run on the
+        host; and the bytes that these copy to the device, whose time is in their seconds. Plans are then of that step.
+        """
+        return step, 0
+
     @abstractmethod
     def plan(self, problem: Problem) -> Plan:
         """A plan that `ir.verify` accepts, or `BudgetInfeasible` with the smallest budget that would work."""

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spillway.costs.device import Device
-from spillway.costs.roofline import SHARES, kind_of, work_seconds
+from spillway.costs.roofline import Work, kind_of, seconds_of
 from spillway.errors import UsageError
 from spillway.ir.step import Op, Phase
 from spillway.pilots.architecture import Architecture
@@ -94,14 +94,14 @@ class Record:
 
 def modelled_seconds(architecture: Architecture, device: Device) -> NDArray[np.float64]:
     """[signatures] What an op of each takes on a device, by its roofline."""
-    found = []
+    works = []
     for one in architecture.signatures:
         op = Op(
             number=0, name=one.name, phase=Phase.FORWARD, reads=(), creates=(0,) if one.created else (),
             flops=one.flops, traffic=one.traffic,
         )  # fmt: skip
-        found.append(work_seconds(SHARES[kind_of(op)], one.flops, one.traffic, device))
-    return np.array(found, np.float64)
+        works.append(Work(kind_of(op), one.flops, one.traffic))
+    return seconds_of(works, device)
 
 
 @final

@@ -8,6 +8,7 @@ keeps nothing in caches and reads nothing twice.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, cast
 
@@ -57,6 +58,31 @@ def flops_of(info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any], out: 
         return formula(args, kwargs, out)
     count = flop_counter.flop_registry.get(info.func._overloadpacket)
     return 0 if count is None else int(count(*args, **kwargs, out_val=out))
+
+
+def shape_of(info: OpInfo, args: Sequence[Any], out: Any) -> tuple[int, ...]:
+    """`Op.shape` of a call: what its speed depends on beside operations and bytes."""
+    match info.name.removeprefix("aten::"):
+        case "mm" | "bmm" | "addmm" | "baddbmm":
+            one, other = args[-2:]
+            return (int(one.shape[:-2].numel()), int(one.shape[-2]), int(other.shape[-1]), int(one.shape[-1]))
+        case "convolution":
+            image, weight, made, options = args[0], args[1], out, args[3:9]
+        case "convolution_backward":  # beside the bias stand its sizes, not the bias
+            image, weight, made, options = args[1], args[2], args[0], args[4:10]
+        case "native_batch_norm" | "_native_batch_norm_legit":
+            return (int(args[0].shape[1]),)
+        case "native_batch_norm_backward":
+            return (int(args[1].shape[1]),)
+        case _:
+            return ()
+    stride, _, _, transposed, _, groups = options
+    if transposed:  # the same convolution the other way round
+        image, made = made, image
+    *rest, width = map(int, weight.shape[2:])
+    window = (math.prod(rest), width)
+    places, steps = math.prod(map(int, made.shape[2:])), int(math.prod(stride[: len(rest)]))
+    return (int(image.shape[0]), int(image.shape[1]), int(made.shape[1]), places, *window, steps, int(groups))
 
 
 def nbytes(tensor: Any) -> Bytes:

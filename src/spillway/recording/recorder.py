@@ -44,7 +44,7 @@ from spillway.internals.dispatch_key import Handler, Watcher, watcher_here
 from spillway.internals.private import unheard
 from spillway.ir import Kind, Op, Phase, Saving, Step, ValueId
 from spillway.memory.records import NEVER, Storage
-from spillway.recording.formulas import flops_of, traffic_of
+from spillway.recording.formulas import flops_of, shape_of, traffic_of
 from spillway.recording.step_storages import Entry, Ledger
 from spillway.units import Seconds
 
@@ -382,9 +382,9 @@ class Recorder:
 
     def _look(self, info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run an op that is not written down: what it reads and makes is known afterwards."""
-        began = time.perf_counter()
+        began = self._now()
         out = info.func(*args, **kwargs)
-        self._clock.append((str(info.func), time.perf_counter() - began))
+        self._clock.append((str(info.func), self._now() - began))
         for _, tensor, _ in operands(info, args, kwargs):
             self._ledger.see(tensor)
         for tensor in tensors_of(out):
@@ -450,6 +450,7 @@ class Recorder:
                 replayable=not (opaque or resized or info.exactness == NEVER),
                 module=self._modules.of_op(backward=phase is Phase.BACKWARD),
                 flops=flops_of(info, args, kwargs, out), traffic=traffic_of(info, args, kwargs, out),
+                shape=shape_of(info, args, out),
             )
         )  # fmt: skip
 

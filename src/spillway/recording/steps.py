@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -13,6 +14,7 @@ from torch.optim import Optimizer
 from spillway.errors import UsageError
 from spillway.ir import Kind, Recorded, Step
 from spillway.recording.recorder import Recorder, as_fake, fake_tensors, with_medians, without_seconds
+from spillway.units import Seconds
 
 
 class Trainable(Protocol):
@@ -99,7 +101,8 @@ def record_step(
     """
     models = [models] if isinstance(models, torch.nn.Module) else list(models)
     optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
-    recorder = Recorder(models, lambda: named_tensors(models, optimizers, batch))
+    on_cuda = any(parameter.is_cuda for model in models for parameter in model.parameters())
+    recorder = Recorder(models, lambda: named_tensors(models, optimizers, batch), _when_done if on_cuda else None)
     for _ in range(warm_up):
         with recorder.watching():
             step()
@@ -115,6 +118,12 @@ def record_step(
             step()
         again.append(clock)
     return with_medians(recorded, again)
+
+
+def _when_done() -> Seconds:
+    """The time when CUDA has done what was launched: an op's seconds are the device's, not those of its launch."""
+    torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def named_tensors(

@@ -426,6 +426,13 @@ def draw_steps(steps: Sequence[StepReport], budget: Bytes | None, plain: Bytes, 
     )  # fmt: skip
 
 
+def draw_left(steps: Sequence[StepReport]) -> tuple[list[Area], list[Tick]]:
+    """What left memory in every step, a column each: bars, of what was dropped upwards and of what was moved downwards,
+    and the ticks beside them. Nothing if nothing did."""
+    columns = [{"recomputed": step.dropped_bytes, "offloaded": step.bytes_out} for step in steps]
+    return _bars(columns, ("recomputed",), ("offloaded",))
+
+
 def _steps_told(group: Sequence[StepReport], peak: float, resident: float, means: Mapping[str, float]) -> list[str]:
     first, last = group[0].step, group[-1].step
     lines = [f"step {first}" if first == last else f"steps {first} to {last}", f"peak: {format_bytes(int(peak))}"]

@@ -17,7 +17,7 @@ from markupsafe import Markup
 from spillway.report import drawing
 from spillway.report.charts import round_bytes
 from spillway.report.drawing import INK, LINE, PAPER, SOFT, Family
-from spillway.simulation.sweep import Comparison, Row, bound_sentence, missing_sentence
+from spillway.simulation.sweep import Comparison, Row, bound_sentence, missing_sentence, spread_sentence
 from spillway.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -68,6 +68,7 @@ def render(comparison: Comparison) -> str:
         comparison=comparison, problem=comparison.problem, rows=rows, picture=svg(comparison),
         colours=[(family.colour.variable, *family.colour) for family in FAMILIES],
         bounds=bound_sentence(comparison), missing=missing_sentence(comparison),
+        spread=spread_sentence(comparison.problem),
     )  # fmt: skip
 
 

@@ -6,6 +6,7 @@ and dark.
 
 from __future__ import annotations
 
+import functools
 import re
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -121,6 +122,7 @@ def svg_of(draw: Callable[[], Figure], colours: Iterable[Colour], *, name: str =
     return Markup(text)
 
 
+@functools.cache
 def template(name: str) -> Template:
     """A page of this folder, with what pages need."""
     environment = Environment(

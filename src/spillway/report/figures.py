@@ -41,6 +41,16 @@ def later_seconds(seconds: Sequence[Seconds]) -> Seconds:
     return statistics.fmean(seconds[len(seconds) // 2 :]) if seconds else 0.0
 
 
+def scalars(steps: Sequence[StepReport]) -> dict[str, float]:
+    """Figures of these steps together, by the names under which they are logged beside a loss: bytes and seconds."""
+    budgeted = bool(steps) and steps[-1].allowed < NO_BUDGET
+    return ({"spillway_budget_bytes": float(steps[-1].allowed)} if budgeted else {}) | {
+        "spillway_peak_bytes": float(highest_peak(steps)),
+        "spillway_stall_seconds": sum((step.stall_seconds for step in steps), 0.0),
+        "spillway_recompute_seconds": sum((step.recomputed_seconds for step in steps), 0.0),
+    }
+
+
 def format_share(share: float) -> str:
     """Write a share for people: `"8 %"`, `"0.4 %"`, `"0 %"`."""
     percent = share * 100

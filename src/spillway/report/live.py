@@ -1,13 +1,18 @@
-"""One line in the terminal while a model trains."""
+"""What is shown while a model trains: one line in the terminal, in a notebook a picture."""
 
 from __future__ import annotations
 
 import random
 import sys
 import time
-from typing import final
+from collections import deque
+from collections.abc import Iterable
+from importlib import import_module
+from typing import Any, Final, final
 
 from spillway.ir import StepReport
+from spillway.report import charts
+from spillway.report.drawing import template
 from spillway.report.figures import NO_BUDGET, format_share, recomputed_share
 from spillway.units import Seconds, format_bytes
 
@@ -23,6 +28,68 @@ REFRESH: Seconds = 0.1
 """Drawing costs about a millisecond, so fast steps are not all drawn."""
 BAR = 24
 """Columns of the bar."""
+REDRAW: Seconds = 0.5
+"""A picture takes some milliseconds here, and about as many in the browser."""
+SHOWN: Final = 240
+"""Latest steps that a picture shows, so that it takes as long after a million of them."""
+
+
+def shown() -> LiveLine | LiveView:
+    """What suits where this runs. A notebook is known by its kernel; IPython in a terminal is a terminal."""
+    notebook = sys.modules.get("IPython")
+    return LiveView() if notebook is not None and hasattr(notebook.get_ipython(), "kernel") else LiveLine()
+
+
+@final
+class LiveView:
+    """Shows the latest steps in a notebook, below the cell that trains: the peak of each against the budget, and what
+    was dropped and what was moved. Where a front end shows text alone, that is the line of the latest step.
+
+    Arguments:
+        steps: Those there have been.
+    """
+
+    def __init__(self, steps: Iterable[StepReport] = ()) -> None:
+        self._steps = deque(steps, SHOWN)
+        self._display: Any = None
+        """What IPython gives to replace what it displays."""
+        self._drawn = -REDRAW
+        self._stale = False
+
+    def update(self, report: StepReport) -> None:
+        """Show this step."""
+        self._steps.append(report)
+        self._stale = True
+        if time.monotonic() - self._drawn >= REDRAW:
+            self._draw()
+
+    def close(self) -> None:
+        """Leave a picture behind that has the last step. Closing twice is fine."""
+        if self._stale:
+            self._draw()
+
+    def _draw(self) -> None:
+        self._stale = False
+        if self._display is None:
+            self._display = import_module("IPython.display").display(self, display_id=True)
+        else:
+            self._display.update(self)
+        self._drawn = time.monotonic()
+
+    def _repr_html_(self) -> str:
+        if not self._steps:
+            return repr(self)
+        steps, latest = list(self._steps), self._steps[-1]
+        budget = latest.allowed if latest.allowed < NO_BUDGET else None
+        over, (bars, bar_ticks) = charts.draw_steps(steps, budget, 0, 0), charts.draw_left(steps)
+        return template("live.html.jinja").render(
+            latest=latest, budget=budget, curve=over and over.curves[0],
+            ticks=over and over.ticks, bars=bars, bar_ticks=bar_ticks,
+            chart={"width": charts.WIDTH, "bars_height": charts.BARS_HEIGHT}, how="measured",
+        )  # fmt: skip
+
+    def __repr__(self) -> str:
+        return line(self._steps[-1]) if self._steps else "No step has ended."
 
 
 @final

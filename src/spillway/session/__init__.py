@@ -27,7 +27,7 @@ from spillway.session.tensor_session import TensorSession, tensor_header
 from spillway.units import Bytes
 
 if TYPE_CHECKING:
-    from spillway.report.live import LiveLine
+    from spillway.report.live import LiveLine, LiveView
 
 
 _Told = Callable[[TensorEngine], RunWriter | None]
@@ -156,12 +156,12 @@ def _check_action(method: AbstractBlockMethod, host_budget: int | str | None, *,
         )
 
 
-def _live(wanted: bool) -> LiveLine | None:
+def _live(wanted: bool) -> LiveLine | LiveView | None:
     if not wanted:
         return None
-    from spillway.report.live import LiveLine  # and a terminal's library, which nobody else needs
+    from spillway.report.live import shown  # and a terminal's library, which nobody else needs
 
-    return LiveLine()
+    return shown()
 
 
 __all__ = ["BlockOptions", "BlockSession", "ReportOptions", "Session", "SpillOptions", "TensorSession", "manage"]

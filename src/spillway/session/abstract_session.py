@@ -39,6 +39,7 @@ from spillway.internals.process_memory import ResidentSet, file_pages
 from spillway.ir import Kind, RunWriter, StepReport, Timeline
 from spillway.ir.reading import fits_on_a_line
 from spillway.memory.budget import UNLIMITED
+from spillway.report.figures import scalars
 from spillway.report.holders import BlocksAtPeak
 from spillway.report.html import write_report
 from spillway.session.inputs import check_sharding, leaves, storages
@@ -47,7 +48,7 @@ from spillway.session.updates import Updates
 from spillway.units import Bytes, format_bytes
 
 if TYPE_CHECKING:
-    from spillway.report.live import LiveLine
+    from spillway.report.live import LiveLine, LiveView
 
 NAMED: Final = (Kind.PARAMETER, Kind.GRADIENT, Kind.BUFFER, Kind.OPTIMIZER_STATE)
 
@@ -183,7 +184,7 @@ class Session(ABC):
         models: Sequence[torch.nn.Module],
         optimizers: Sequence[torch.optim.Optimizer],
         writer: RunWriter | None,
-        live: LiveLine | None,
+        live: LiveLine | LiveView | None,
     ) -> None:
         self.history: list[StepReport] = []
         """One report per finished step."""
@@ -339,7 +340,7 @@ class Session(ABC):
             self._updates.close()
             if self._ranks is not None:
                 if step is not None and step.refused is not None:  # and nobody has ended it since
-                    self._ranks.stop(step.refused)
+                    self._ranks.abort(step.refused)
                 self._ranks.close()
             self._give_up()
             deferred.shut()
@@ -386,6 +387,11 @@ class Session(ABC):
                 raise SessionError(f"log({name!r}=...): give it a name that can be printed on one line.")
             self._running.logged[name] = float(value.detach() if isinstance(value, torch.Tensor) else value)
 
+    def scalars(self) -> dict[str, float]:
+        """The last step for a logger, `wandb.log(memory.scalars())`: what was given to `log`, and the figures that the
+        callbacks of trainers log by themselves. Peak, budget if there is one, seconds of stall and of recomputing."""
+        return scalars(self.history[-1:]) | (self.history[-1].logged if self.history else {})
+
     def report(self, path: str | os.PathLike[str]) -> None:
         """Write a self-contained HTML page about the run so far."""
         timelines = [] if self.timeline is None else [self.timeline]
@@ -393,6 +399,12 @@ class Session(ABC):
         if any(step.peak_rss_bytes for step in self.history):
             told["start_rss_bytes"] = self._beside + file_pages()
         write_report(path, self._header() | told, self.history, timelines, self.foresight, self._held_by_blocks())
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows of a cell that ends in the session."""
+        from spillway.report.live import LiveView
+
+        return LiveView(self.history)._repr_html_()
 
     def __enter__(self) -> Self:
         if self._closed:
@@ -407,7 +419,7 @@ class Session(ABC):
                 raise
             _add_note(error, "Closing the session", fault)
         if self._ranks is not None and isinstance(error, Exception) and getattr(error, "rank", None) is None:
-            told = self._ranks.after(error)
+            told = self._ranks.cause_of(error)
             if told is not error:
                 raise told from None
 
@@ -456,15 +468,15 @@ class Session(ABC):
         if self._grouped or self._ranks is not None:
             before, self._ranks = self._ranks, ranks_now(self._ranks)
             if self._ranks is not None and self._ranks is not before:
-                weakref.finalize(self, self._ranks.listen_no_more).atexit = False
-        if self._ranks is not None and (word := self._ranks.word) is not None:
-            raise word
+                weakref.finalize(self, self._ranks.stop_listening).atexit = False
+        if self._ranks is not None and (error := self._ranks.error) is not None:
+            raise error
 
     def _stopped(self, error: BaseException) -> BaseException:
         """What is to be raised where an error leaves a step: see NOTE [Stopping together] in `ranks.py`."""
         if self._ranks is None or not isinstance(error, Exception):
             return error
-        return self._ranks.stop(error) if isinstance(error, SpillwayError) else self._ranks.after(error)
+        return self._ranks.abort(error) if isinstance(error, SpillwayError) else self._ranks.cause_of(error)
 
     def _leave(self, step: AbstractStep, error: BaseException | None) -> None:
         """`error` is what the user's own code raised in it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Self, cast, final
+from typing import Any, Final, Self, cast, final
 
 import torch
 
@@ -13,16 +13,20 @@ from spillway.errors import ModelError
 from spillway.memory.budget import UNLIMITED
 from spillway.session.abstract_session import Session
 from spillway.session.block_session import BlockSession
-from spillway.session.inputs import leaves
 from spillway.units import Bytes
+
+
+UNSIZED: Final = 2
+"""Steps in a row without a size after which none is expected any more."""
 
 
 @final
 class AutoSession:
     """A session that is one of the block engine as long as there are blocks to plan, and then one of the tensor engine.
 
-    The tensor engine takes over before the first step if a block engine cannot have the model, before any that is
-    entered with no tensor that would tell the size of its input, and before the second if the first found no blocks.
+    The tensor engine takes over before the first step if a block engine cannot have the model, before the second if the
+    first found no blocks, and after `UNSIZED` in a row that were entered with no tensor that would tell the size of
+    their input: of these the block engine has every op watched.
     Without a budget there is nothing to plan, and the tensor engine keeps account until one is named.
 
     Args:
@@ -40,6 +44,8 @@ class AutoSession:
         allowed: Bytes,
     ) -> None:
         self._models, self._blocks, self._storages = models, blocks, storages
+        self._unsized = 0
+        """Steps in a row that were entered with nothing that tells a size."""
         self._unplanned = allowed >= UNLIMITED
         """Whether blocks were not looked for yet, since there is no budget."""
         self._now: Session = storages(allowed) if self._unplanned else self._opened(allowed)
@@ -89,25 +95,22 @@ class AutoSession:
     def _for(self, batch: Any) -> Session:
         """The session that is to run a step on this batch."""
         now = self._now
-        if isinstance(now, BlockSession) and now._idle and (now.blockless or not _tells_size(now, batch)):
-            if now.history and not now.blockless:
-                warnings.warn(
-                    "This step is entered with no tensor that would tell the size of its input, so that blocks cannot "
-                    "be planned: from here on every op is watched (method='lru'). Enter steps with their batch.",
-                    stacklevel=3,
-                )
-            self._now = self._storages(now.allowed)  # first: an interruption may come out of what follows
-            now._leave_to(self._now)
+        if isinstance(now, BlockSession) and now._idle:
+            self._unsized = 0 if now.tells_size(batch) else self._unsized + 1
+            if now.blockless or self._unsized > UNSIZED:
+                if not now.blockless:
+                    warnings.warn(
+                        f"{self._unsized} steps in a row were entered with no tensor that would tell the size of their "
+                        f"input, so that blocks cannot be planned: from here on every op is watched (method='lru'). "
+                        f"Enter steps with their batch.",
+                        stacklevel=3,
+                    )
+                self._now = self._storages(now.allowed)  # first: an interruption may come out of what follows
+                now._leave_to(self._now)
         return self._now
 
 
 Session.register(AutoSession)
-
-
-def _tells_size(session: BlockSession, batch: Any) -> bool:
-    if session._size_of is not None and batch is not None:
-        return True
-    return any(isinstance(leaf, torch.Tensor) and leaf.dim() for leaf in leaves(batch))
 
 
 def auto_session(

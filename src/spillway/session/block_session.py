@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 import warnings
 import weakref
@@ -27,7 +28,7 @@ from spillway.engines.tensors.devices import device_of, engine_for
 from spillway.engines.tensors.optimizers import Update
 from spillway.engines.tensors.origins import line_of_forward
 from spillway.engines.tensors.torch_compile import running_compiled
-from spillway.errors import BudgetInfeasible, ModelError, NoBlocksError, SpillFullError, SpillwayError
+from spillway.errors import BudgetInfeasible, ModelError, NoBlocksError, SpillFullError, SpillwayError, pass_notes
 from spillway.internals.interrupts import by_signal, deliver
 from spillway.internals.private import fully_sharded, local_of, unheard_by_modes
 from spillway.internals.process_memory import HeldHeap, Reclaimer, ResidentSet, peak_rss, reset_peak
@@ -46,7 +47,7 @@ from spillway.methods.by_block import (
 )
 from spillway.native.arena import Arena
 from spillway.report.holders import BlocksAtPeak, HeldByBlock
-from spillway.session.abstract_session import AbstractStep, Session, header
+from spillway.session.abstract_session import AbstractStep, Session, header, modules_of
 from spillway.session.before import Before
 from spillway.session.input_sizes import NO_COLUMNS, Columns, Shape, SizeReader
 from spillway.session.inputs import leaves, signature_of, storages
@@ -61,7 +62,7 @@ from spillway.tiers.transfer import Freed
 from spillway.units import Bytes, Seconds, format_bytes
 
 if TYPE_CHECKING:
-    from spillway.report.live import LiveLine
+    from spillway.report.live import LiveLine, LiveView
 
 REMEMBERED: Final = 256
 """Measured steps that are kept, to be read again when other numbers make up the size."""
@@ -69,6 +70,8 @@ LOSS: Final[Bytes] = 4096
 """What a loop has in its hands besides when it calls an optimizer, at least."""
 TELLING: Final = 3
 """Steps in a row that tell nothing of blocks after which nothing is expected of them."""
+LOOKS: Final = 8
+"""Times that blocks are looked for, in a model whose modules go on to be replaced, before it is left to other engines."""
 SLACK: Final = 1.05
 """How far the resident set may be above the budget before freed memory is returned."""
 
@@ -168,7 +171,7 @@ class BlockSession(Session):
         models: Sequence[torch.nn.Module],
         optimizers: Sequence[torch.optim.Optimizer],
         writer: RunWriter | None,
-        live: LiveLine | None,
+        live: LiveLine | LiveView | None,
         allowed: Bytes,
         *,
         method: AbstractBlockMethod,
@@ -197,7 +200,7 @@ class BlockSession(Session):
         self._families: dict[tuple[tuple[int, ...], tuple[bool, ...]], _Family] = {}
         self._engine: BlockEngine | None = None
         self._finder: Hook | None = None
-        self._told_unseen = self._told_above = False
+        self._told_unseen = self._told_above = self._told_full = False
         self._needs: dict[tuple[int, int], Update] = {}
         self._before: Before | None = None
         """Made in the first step, under a budget."""
@@ -211,21 +214,53 @@ class BlockSession(Session):
         self._handles = [one.register_step_pre_hook(self._optimizer_begins) for one in optimizers]
         self._handles += [one.register_step_post_hook(self._optimizer_ended) for one in optimizers]
         self._pages = blocks.page
+        self._named = blocks.names
+        self._parts: tuple[torch.nn.Module, ...] = ()
+        """All modules of the model when its blocks were last opened, or looked for."""
+        self._looked = 0
+        """How often they were looked for."""
         try:
             self._limit()
-            self._open_or_find(blocks.names, replicated=self._model is not models[0])
+            self._open_or_find()
         except BaseException:
             self.close()
             raise
 
-    def _open_or_find(self, named: Sequence[str] | None, *, replicated: bool) -> None:
-        """Blocks that are named, or sharded by themselves; others are found in the first step."""
-        names = named if named is not None else sharded_blocks(self._model)
-        if names or named is not None:
+    def _open_or_find(self) -> None:
+        """Blocks that are named, or sharded by themselves; others are found in the step that is next."""
+        self._parts = tuple(modules_of(self._models))
+        names = self._named if self._named is not None else sharded_blocks(self._model)
+        if names or self._named is not None:
+            replicated = self._model is not self._models[0]
             self._open([name.removeprefix("module.") for name in names] if replicated else names)
             return
+        self._looked += 1
+        self.blockless = self._looked > LOOKS and self._leaves_to_ops
         self._finder = Hook(self._model, self._find, self)
         self._finder.install()
+
+    def tells_size(self, batch: Any) -> bool:
+        """Whether blocks can be planned by the size of this batch."""
+        if self._size_of is not None and batch is not None:
+            return True
+        return any(isinstance(leaf, torch.Tensor) and leaf.dim() for leaf in leaves(batch))
+
+    def _look_again(self) -> None:
+        """Where the model was rebuilt nothing of what was learned is of this one."""
+        engine = self._engine
+        if engine is None or not self._rebuilt:
+            return
+        self._engine = None
+        engine.close()
+        self._families.clear()
+        if self._paging is not None:
+            self._paging.forget_all()
+        self._open_or_find()
+
+    @property
+    def _rebuilt(self) -> bool:
+        """Whether the model consists of other modules than when its blocks were opened, or looked for."""
+        return self._parts != tuple(modules_of(self._models))
 
     @property
     def _unknown(self) -> bool:
@@ -265,6 +300,7 @@ class BlockSession(Session):
             return
         if self._pages and self._paging is None:
             engine = engine_for(self._device, LRU(), budget, self._pinned, spill.directory, spill.io)
+            engine.graph_grows = self._graph_grows
             self._paging = Paging(engine, self._base_rss)
             self._pending, self._uninterrupted = engine.interrupts, UNINTERRUPTED
         if self._reclaimer is not None and self._base_rss is not None:
@@ -306,10 +342,23 @@ class BlockSession(Session):
                 stack.callback(handle.remove)
 
     def _leave(self, step: AbstractStep, error: BaseException | None) -> None:
+        if isinstance(step, _Step) and isinstance(error, Exception) and not isinstance(error, SpillwayError):
+            step.failed()
         if isinstance(error, SpillFullError):
-            for method in (self._method, *(family.method for family in self._families.values())):
-                method.does_without_spill()
+            self._does_without_spill()
         super()._leave(step, error)
+
+    def _does_without_spill(self) -> bool:
+        """There is no room for what was to leave: whether methods plan from here on without that."""
+        methods = [self._method, *(family.method for family in self._families.values())]
+        without = all([method.does_without_spill() for method in methods])
+        if without and not self._told_full:
+            self._told_full = True
+            warnings.warn(
+                "There is no room where bytes of blocks were to wait: from here on blocks are kept or recomputed.",
+                stacklevel=2,
+            )
+        return without
 
     def _held_by_blocks(self) -> BlocksAtPeak | None:
         if self._heaviest is None:
@@ -357,6 +406,7 @@ class BlockSession(Session):
             spill_io=self._spill.io, host_budget=self._pinned, lossy=self._lossy, options=self._method.action_options,
         )  # fmt: skip
         self._engine.bypassed = True
+        self._engine.when_spill_is_full(self._does_without_spill)
         self._agreement = None if self._engine.gathered is None else Agreement(self._engine.gathered)
         return self._engine
 
@@ -459,6 +509,11 @@ class BlockSession(Session):
         if isinstance(self._running, _Step):
             self._running.optimizer_ended()
 
+    def _graph_grows(self) -> None:
+        running = self._running
+        if isinstance(running, _Step) and running.thread is threading.current_thread():
+            running.graph_grows()
+
     @unheard_by_modes
     def _needs_of(self, optimizer: torch.optim.Optimizer) -> Update:
         """Told anew when it has got state for more parameters."""
@@ -521,13 +576,17 @@ class _Step(AbstractStep):
         """Of each forward that a method was asked about, what it was called with."""
         self._paged = self._tries = False
         """Whether every op is watched, and whether blocks are recomputed besides, to see if that is enough."""
+        self._until: Bytes = 0
+        """What was taken at most before every op was."""
 
     @unheard_by_modes
     def begin(self) -> None:
         session = self._session
+        session._look_again()
         self._family = session._family(self._batch)
-        self._dimensions = self._family.reader.dimensions(self._batch)
-        self._size = self._family.size(self._dimensions)
+        sized = not session._leaves_to_ops or session.tells_size(self._batch)
+        self._dimensions = self._family.reader.dimensions(self._batch) if sized else ()
+        self._size = self._family.size(self._dimensions) if sized else ()
         self._signature = signature_of(self._batch)
         self._entered = self._family, self._signature, self._dimensions
         session._remember(large=session._paging is None or not session._paging.knows(self._entered[1:]))
@@ -545,9 +604,9 @@ class _Step(AbstractStep):
         self._new = collecting or self._key not in self._family.traced
         self._base = session._meter.begin(self._start)
         if session._paging is not None:
-            compiled = any(map(is_compiled, session._model.modules()))
-            self._tries, session._untried = (session._unknown or session._untried) and not compiled, False
-            if session._paging.wanted(self._entered[1:], self._start) or self._tries:
+            if sized:
+                self._tries, session._untried = (session._unknown or session._untried) and not self._compiled, False
+            if session._paging.wanted(self._entered[1:], self._start) or self._tries or not sized:
                 self._page(0)
                 return
         session._budget.begin(self._start)
@@ -579,27 +638,58 @@ class _Step(AbstractStep):
         self._paged = True
         if self._watch is not None:
             self._watch.stop()
+            self._until = self._watch.peak
         self._watch = self._trace = None
         if session._engine is not None:
             self.watch()
         named = partial(session._tensors, self._batch)
         session._paging.begin(self, named, self._signature, session._models, nameless, self.deferred.shut)
 
-    def page_from_here(self) -> None:
-        """Watch every op of the rest of the step."""
-        if self._paged:
-            return
+    def page_from_here(self) -> bool:
+        """Watch every op of the rest of the step; whether that can begin here."""
+        session, watch = self._session, self._watch
+        if self._paged or session._paging is None:
+            return self._paged
+        if watch is not None and (self._compiled or not watch.leave()):
+            return False
         level = self._trace.level() if self._trace is not None else None
         if level is None:
-            level = self._session._meter.read() - self._base
-        self._page(max(level, 0))
+            level = session._meter.read() - self._base
+        self._page(max(self._start + level - session._named_bytes(self._batch), 0))
+        return True
+
+    @property
+    def rebuilt(self) -> bool:
+        return self._session._rebuilt
+
+    def failed(self) -> None:
+        """The user's own code has: whether recomputing is enough is left to the next step to show."""
+        if self._paged and self._tries and self._session._paging is not None:
+            self._session._paging.forget(self._entered[1:])
+            self._session._untried = True
+
+    def graph_grows(self) -> None:
+        """A backward is about to begin that makes a graph of itself."""
+        if self._watch is not None and self._watch.graph_grows():
+            self.page_from_here()
+
+    @property
+    def _compiled(self) -> bool:
+        """Whether a part is compiled: watched, it runs op by op, to other bits than compiled."""
+        return any(map(is_compiled, self._session._model.modules()))
 
     def pages(self, level: Bytes, call: Call) -> bool:
-        session = self._session
+        session, watch = self._session, self._watch
         if session._paging is None or not torch.is_grad_enabled():
             return False
-        # Watched, what is compiled runs op by op, to other bits than compiled; see `begin`.
-        compiled = session._engine is not None and any(map(is_compiled, session._model.modules()))
+        compiled = session._engine is not None and self._compiled
+        if watch is not None and len(watch.passes) > 1:
+            if session._method.needs_blocks or compiled:
+                return False
+            if self._family.allows(self._dimensions, session._budget.allowed - level):
+                return False
+            self._tries = True
+            return self.page_from_here()
         if session._method.needs_blocks or compiled:
             rise = self.recomputing(call)
             if max(level + (rise or 0), self._start + self.update) <= session._budget.allowed:
@@ -682,7 +772,7 @@ class _Step(AbstractStep):
         plan, method = decision.plan, session._method
         again = [number for number, action in enumerate(plan.actions) if action.recomputes and not bypassed]
         everything = not plan.actions and plan.otherwise.recomputes and not bypassed
-        if session._agreement.on([-1] if everything else again, len(plan.actions)):
+        if session._agreement.reached([-1] if everything else again, len(plan.actions)):
             return decision, forecast, size, bypassed
         nothing = BlockPlan.nothing_kept(size, available, options=method.action_options)
         return Decision(Phase.PLANNED, nothing, decision.collects), forecast, size, False
@@ -769,9 +859,9 @@ class _Step(AbstractStep):
     def told(self, refusal: BudgetInfeasible) -> BudgetInfeasible:
         self._put_back()
         told = self._told(refusal)
-        notes = getattr(refusal, "__notes__", []) if told is not refusal else []
-        for note in [*notes, *([self._lost] if self._lost else [])]:
-            told.add_note(note)
+        pass_notes(refusal, told)
+        if self._lost:
+            told.add_note(self._lost)
         return told
 
     def _told(self, refusal: BudgetInfeasible) -> BudgetInfeasible:
@@ -869,13 +959,16 @@ class _Step(AbstractStep):
             ran = () if session._engine is None else session._engine.reports
             engine, number = session._paging.engine, len(session.history)
             told = report_of(engine, number, self._signature, seconds, self.logged)
-            most = max(told.peak_bytes, told.device_peak_bytes)
+            if self._until:
+                told = replace(told, start_bytes=self._start, peak_bytes=max(told.peak_bytes, self._until))
+            # And what earlier steps have left elsewhere, which was not wanted in this one: it will be in memory then.
+            most = max(told.peak_bytes, told.device_peak_bytes) + max(self._start - engine.start_bytes, 0)
             trained = self._optimized or any(one.grad is not None for one in session._model.parameters())
             if not trained:
                 session._untried |= self._tries
             elif self._tries and not (told.drops or told.moves or most > session.allowed):  # recomputing is enough
                 session._paging.forget(self._entered[1:])
-                self._family.rises[self._dimensions] = most - told.start_bytes
+                self._family.rises[self._dimensions] = most - self._start
             twice = sum(call.recomputes > 0 for call in ran)
             session._finish(replace(told, input_size=list(self._size), blocks=len(ran), recomputed_blocks=twice))
             return

@@ -98,7 +98,7 @@ class ReportOptions:
     engine has no timelines; it measures the peak of every step then, and not only of those of which something is to be
     learned."""
     live: bool = False
-    """Show one line in the terminal while training."""
+    """Show one line in the terminal while training; in a notebook a picture of the latest steps against the budget."""
 
     def __post_init__(self) -> None:
         _check(

@@ -3,16 +3,18 @@
 NOTE [Stopping together]. A rank that stops leaves the others in their next collective, for as long as the timeout of
 the process group, half an hour.
 
- 1. The rank that stops leaves a word in the store of the default process group: its number, its sentence. The first
-    word counts, whoever stops next raises that.
- 2. In every rank a thread looks for a word four times a second, whatever the others of its process wait for. It answers
+ 1. The rank that stops leaves its error in the store of the default process group: its number, its sentence. The first
+    one counts, whoever stops next raises that.
+ 2. In every rank a thread polls the store four times a second, whatever the others of its process wait for. It answers
     with the connections that its process has, so that the last rank to look needs no store that others may take along.
- 3. When all have answered, or a while later, each hangs up on the others: connections of which both ends are ranks, but
-    not those of the store. Whatever waits in a collective of gloo fails at once. Communicators of NCCL are aborted.
- 4. What fails in a step, or within the `with` of a session, after there was a word, is raised as that word; so is the
-    begin of any later step or session in this process group, whose store keeps it. A store serves one process group.
+ 3. When all have answered, or a while later, each disconnects from the others: connections of which both ends are
+    ranks, but not those of the store. Whatever waits in a collective of gloo fails at once. Communicators of NCCL are
+    aborted.
+ 4. What fails in a step, or within the `with` of a session, after there was an error in the store, is raised as that
+    error; so is the begin of any later step or session in this process group, whose store keeps it. A store serves one
+    process group.
  5. Where no connection could be told, as behind a translation of addresses, nobody can be called out of a collective: a
-    process that has not come back by then says the word and ends.
+    process that has not come back by then says the error and ends.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from typing import Any, Final, final
 import torch
 
 from spillway import errors
-from spillway.errors import SpillwayError
+from spillway.errors import SpillwayError, pass_notes
 from spillway.internals.private import (
     default_store,
     is_distributed,
@@ -47,8 +49,8 @@ from spillway.internals.private import (
 )
 from spillway.units import Seconds
 
-LOOKS: Final[Seconds] = 0.25
-"""Between two looks for a word."""
+POLL_INTERVAL: Final[Seconds] = 0.25
+"""Between two looks for an error in the store."""
 FAILURES: Final = 3
 """Of the store in a row, after which nobody keeps it."""
 PATIENCE: Final[Seconds] = 3.0
@@ -56,7 +58,7 @@ PATIENCE: Final[Seconds] = 3.0
 LAST: Final[Seconds] = 4.0
 """After that, for whoever cannot be called out of a collective."""
 
-_WORD: Final = "spillway word"
+_ERROR: Final = "spillway error"
 
 Connection = tuple[str, int, str, int]
 """Own address and port, those of the other end."""
@@ -76,7 +78,7 @@ class Agreement:
         self._group = mesh.get_group(next(at for at, one in enumerate(placements) if one.is_shard()))
         self._device = local_of(given).device
 
-    def on(self, recomputed: Collection[int], calls: int) -> bool:
+    def reached(self, recomputed: Collection[int], calls: int) -> bool:
         """Whether all ranks run these again, of so many calls that they know of. All have to ask at once."""
         number = zlib.crc32(repr((sorted(recomputed), calls if recomputed else 0)).encode())
         told = torch.tensor([number, -number], device=self._device)
@@ -95,24 +97,24 @@ class Ranks:
         self._world: int = group.size()
         self._store: Any = default_store().clone()  # with a connection of its own: others block theirs
         self._lock = threading.Lock()
-        self._word: dict[str, Any] | None = None
-        self._closed, self._hung_up, self._raised = threading.Event(), threading.Event(), threading.Event()
+        self._error: dict[str, Any] | None = None
+        self._closed, self._disconnected, self._raised = threading.Event(), threading.Event(), threading.Event()
         self._store.set_timeout(timedelta(seconds=PATIENCE))
-        self._look()
+        self._poll()
         self._thread = threading.Thread(target=self._listen, name="spillway ranks", daemon=True)
         self._thread.start()
         self._at_exit = functools.partial(_close, weakref.ref(self))
         atexit.register(self._at_exit)  # a thread that comes back from C++ into an interpreter that is gone aborts all
 
     @property
-    def word(self) -> SpillwayError | None:
+    def error(self) -> SpillwayError | None:
         """What a rank has stopped with, to be raised."""
-        if self._word is None:
+        if self._error is None:
             return None
         self._raised.set()
-        return _restored(self._word)
+        return _restored(self._error)
 
-    def stop(self, error: SpillwayError) -> SpillwayError:
+    def abort(self, error: SpillwayError) -> SpillwayError:
         """All ranks stop with this, or with what another has stopped with before. Returns what is to be raised, when
         the others know."""
         attributes = {name: value for name, value in vars(error).items() if isinstance(value, int | float | str)}
@@ -121,78 +123,77 @@ class Ranks:
             "answers": uuid.uuid4().hex,
         }  # fmt: skip
         with contextlib.suppress(Exception):  # the store is gone, and so is who kept it
-            self._hear(self._store.compare_set(_WORD, "", json.dumps(mine)))
-            self._hung_up.wait(2 * PATIENCE)
-        told = self.word or error
-        for note in getattr(error, "__notes__", ()):
-            told.add_note(note)
+            self._receive(self._store.compare_set(_ERROR, "", json.dumps(mine)))
+            self._disconnected.wait(2 * PATIENCE)
+        told = self.error or error
+        pass_notes(error, told)
         return told
 
-    def after(self, error: Exception) -> Exception:
-        """What is to be raised where something failed: the word, if there is one by now."""
+    def cause_of(self, error: Exception) -> Exception:
+        """What is to be raised where something failed: the error in the store, if there is one by now."""
         with contextlib.suppress(Exception):
-            self._look()
-        return self.word or error
+            self._poll()
+        return self.error or error
 
-    def listen_no_more(self) -> None:
+    def stop_listening(self) -> None:
         """As soon as the thread looks up."""
         self._closed.set()
         self._raised.set()
 
     def close(self) -> None:
         """Listen no more."""
-        self.listen_no_more()
+        self.stop_listening()
         self._thread.join()
         atexit.unregister(self._at_exit)
 
     def _listen(self) -> None:
         with contextlib.suppress(Exception):
-            if not self._heard():
-                self._hung_up.set()
+            if not self._wait_for_error():
+                self._disconnected.set()
                 return
-            assert self._word is not None
-            hung_up = self._hang_up(self._word)
-            self._hung_up.set()
-            while not (hung_up or self._raised.wait(LAST) or self._closed.is_set()):
+            assert self._error is not None
+            disconnected = self._disconnect(self._error)
+            self._disconnected.set()
+            while not (disconnected or self._raised.wait(LAST) or self._closed.is_set()):
                 if not _waits_for_ranks():
                     continue  # it is busy, such as with writing a checkpoint
                 with contextlib.suppress(Exception):
                     sys.stdout.flush()  # what the script has printed so far
-                print(_restored(self._word), file=sys.stderr, flush=True)
+                print(_restored(self._error), file=sys.stderr, flush=True)
                 os._exit(1)
-        self._hung_up.set()
+        self._disconnected.set()
 
-    def _heard(self) -> bool:
-        """Listens until there is a word; False as soon as nobody is to listen any more, or nobody keeps the store."""
+    def _wait_for_error(self) -> bool:
+        """Listens until there is an error; False as soon as nobody is to listen any more, or nobody keeps the store."""
         failures = 0
         while not self._closed.is_set():
             try:
-                if self._look():
+                if self._poll():
                     return True
                 failures = 0
             except RuntimeError:  # of the store: one that is slow for once is asked again
                 failures += 1
                 if failures == FAILURES:
                     return False
-            self._closed.wait(LOOKS)
+            self._closed.wait(POLL_INTERVAL)
         return False
 
-    def _look(self) -> bool:
-        if self._word is None and self._store.check([_WORD]):
-            self._hear(self._store.get(_WORD))
-        return self._word is not None
+    def _poll(self) -> bool:
+        if self._error is None and self._store.check([_ERROR]):
+            self._receive(self._store.get(_ERROR))
+        return self._error is not None
 
-    def _hear(self, said: bytes) -> None:
+    def _receive(self, said: bytes) -> None:
         with self._lock:
-            self._word = self._word or json.loads(said)
+            self._error = self._error or json.loads(said)
 
-    def _hang_up(self, word: dict[str, Any]) -> bool:
+    def _disconnect(self, told: dict[str, Any]) -> bool:
         """Whether anybody who waits for another rank is called out of that, or none listens."""
         mine = dict(_connections(ports_of(self._store)))
-        answers = [f"{word['answers']} {rank}" for rank in range(self._world)]
+        answers = [f"{told['answers']} {rank}" for rank in range(self._world)]
         self._store.set(answers[self.rank], json.dumps([*mine.values()]))
-        for _ in range(int(PATIENCE / LOOKS)):
-            if self._store.check(answers) or self._closed.wait(LOOKS):
+        for _ in range(int(PATIENCE / POLL_INTERVAL)):
+            if self._store.check(answers) or self._closed.wait(POLL_INTERVAL):
                 break
         theirs = [one for one in answers if one != answers[self.rank] and self._store.check([one])]
         ends = {(*one[2:], *one[:2]) for answer in theirs for one in json.loads(self._store.get(answer))}
@@ -238,10 +239,10 @@ def _close(ranks: weakref.ref[Ranks]) -> None:
         listening.close()
 
 
-def _restored(word: dict[str, Any]) -> SpillwayError:
-    kind = getattr(errors, word["kind"], SpillwayError)
-    said = kind.__new__(kind, f"Rank {word['rank']} stops all ranks: {word['sentence']}")
-    vars(said).update(word["attributes"], rank=word["rank"])
+def _restored(told: dict[str, Any]) -> SpillwayError:
+    kind = getattr(errors, told["kind"], SpillwayError)
+    said = kind.__new__(kind, f"Rank {told['rank']} stops all ranks: {told['sentence']}")
+    vars(said).update(told["attributes"], rank=told["rank"])
     restored: SpillwayError = said
     return restored
 

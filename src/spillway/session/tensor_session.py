@@ -35,7 +35,7 @@ from spillway.session.planned_steps import PlannedSteps
 from spillway.units import Bytes, Seconds
 
 if TYPE_CHECKING:
-    from spillway.report.live import LiveLine
+    from spillway.report.live import LiveLine, LiveView
 
 SPARE: Final = 32
 """One part in so many of what a step takes has to be left for it to run unwatched."""
@@ -55,7 +55,7 @@ class TensorSession(Session):
         optimizers: Sequence[torch.optim.Optimizer],
         engine: TensorEngine,
         writer: RunWriter | None,
-        live: LiveLine | None,
+        live: LiveLine | LiveView | None,
         *,
         opens: Callable[..., TensorEngine],
         keep_timeline: bool,

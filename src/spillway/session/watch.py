@@ -67,6 +67,10 @@ SAMPLES: Final = 400
 """And too little by one part in so many: the engine keeps samples of what blocks are called with, which no op makes."""
 
 
+GROWS: Final = 4
+"""A backward that makes a graph of itself may take so many times what the forward has left, and go back through it."""
+
+
 HOLDING: Final = (Action.KEEP, Action.SELECTIVE)
 """What can be revoked to make room."""
 RETURNING: Final = (Action.OFFLOAD, Action.SELECTIVE_OFFLOADED, Action.COMPRESS_OFFLOADED)
@@ -150,7 +154,15 @@ class Foresight(Protocol):
         told, or is known to be allowed above this level."""
 
     def pages(self, level: Bytes, call: Call) -> bool:
-        """Whether every op of the step is watched from here on, and nobody is told of its seams any more."""
+        """Whether every op of the step is watched from here on, where a forward begins that is not known to fit, and
+        nobody is told of its seams any more."""
+
+    def page_from_here(self) -> bool:
+        """The same, where it is known not to fit."""
+
+    @property
+    def rebuilt(self) -> bool:
+        """Whether the model consists of other modules than were known: its blocks are looked for in the next step."""
 
     @property
     def state(self) -> Bytes:
@@ -239,6 +251,8 @@ class StepWatch:
         """The level at which the latest forward began, and how it was called."""
         self._died: Bytes = 0
         """Of the gradients that were there when the latest forward began, given up since."""
+        self._left = False
+        """Whether every op of the step is watched by now, and what seams tell is nobody's business."""
         self._marks.append(Mark("step", -1, -1, time.perf_counter()))
 
     # ------------------------------------------------------------------------------------------------- while it runs
@@ -246,6 +260,8 @@ class StepWatch:
     @unheard_by_modes
     def forward_begins(self) -> None:
         """Ask the method what to do."""
+        if not self.passes and self._foresight.rebuilt and self._foresight.page_from_here():
+            return
         at = len(self._marks)
         self._goes_on("f")
         self._mark("forward", of=len(self.passes))
@@ -264,7 +280,7 @@ class StepWatch:
             self._begins_with = self._level_here(resident), self._foresight.call(called)
             self._died = 0
             expects = planned and decision.plan.projected > 0
-            if self.unmeasured and not expects and len(self.passes) == 1 and self._foresight.pages(*self._begins_with):
+            if self.unmeasured and not expects and self._foresight.pages(*self._begins_with):
                 return
             if self.unmeasured and not planned and decision.plan.only_recomputes:
                 self._foresee(*self._begins_with)
@@ -307,10 +323,36 @@ class StepWatch:
             if rise is None or 10 * (level + rise) > 11 * smallest:
                 return  # it depends on the loss what is enough: that is measured, and named before anything is updated
             smallest = max(smallest, level + rise)
-        self._refuse(level + least, self._engine.begun, smallest, exact=True)
+        if not self._foresight.page_from_here():
+            self._refuse(level + least, self._engine.begun, smallest, exact=True)
 
     def _action_of(self, block: str, call: int) -> Action:
         return self.passes[-1].decision.plan.action(self._engine.begun) if self.passes else Action.KEEP
+
+    def graph_grows(self) -> bool:
+        """A backward begins that makes a graph of itself, so that what blocks are recomputed to is held beside what it
+        makes. Whether it may need more than there is, since no step like this one was measured."""
+        self._goes_on("g")
+        level = self._taken()
+        return self.unmeasured and level + GROWS * (level - self._start) > self._budget.allowed
+
+    def leave(self) -> bool:
+        """Every op is to be watched from here on: what blocks hold is given up, to be recomputed storage by storage.
+
+        Returns whether that may be done: not within a backward, nor after the budget was passed, nor while something
+        waits elsewhere that the block engine itself would bring back.
+        """
+        if self._left or _in_backward() or self._engine.running:
+            return self._left
+        windows = self._trace.so_far() if self._trace is not None else []
+        if not windows or self._start + max(window.peak for window in windows) > self._budget.allowed:
+            return False
+        ended = [call for one in self.passes for call in one.ended.values()]
+        self._engine.settle()
+        for call in ended:
+            call.revoke()
+        self._left = all(call.there[1] for call in ended) and not self._engine.arrived_bytes
+        return self._left
 
     def forward_is_over(self) -> None:
         """Keep what the engine is about to forget."""
@@ -340,7 +382,7 @@ class StepWatch:
         now.holds[number] = max(call.report.resident_bytes, 0)
         if now.moves and not now.knows(number):  # it may be the last: nobody looks again before the backward
             self._make_room(0, number)
-        if now.decision.plan.action(number) in HOLDING:
+        if now.decision.plan.action(number) in (*HOLDING, *RETURNING):
             now.revocable[number] = call
         forecast = now.forecast
         if forecast is not None and number == len(forecast.saved) - 1:
@@ -352,6 +394,8 @@ class StepWatch:
 
     def _backward_reaches(self, of: int, number: int) -> None:
         """What was recomputed comes back."""
+        if self._left:
+            return
         self._mark("reached", number, of=of)
         one = self.passes[of]
         plan = one.decision.plan
@@ -439,6 +483,8 @@ class StepWatch:
             level = self._start + windows[-1].level
         update = level + needs.state + needs.working
         if max(peak, update) > self._budget.allowed:
+            if peak <= self._budget.allowed and self._foresight.page_from_here():
+                return
             # The next step begins with the state that this one adds.
             self._refuse(max(peak, update), self._engine.begun, max(peak + needs.state, update), exact=bool(windows))
 
@@ -458,7 +504,8 @@ class StepWatch:
         if forecast is None or not one.knows(number):
             return 0, 0
         saved, selects = forecast.saved[number], one.decision.plan.action(number).selects
-        beside = int(self._engine.beside_share(UNSEEN) * saved) if selects else 0
+        # A call that the model lets fail has saved nothing in the end, and until then as much as it worked with.
+        beside = int(self._engine.beside_share(UNSEEN) * (saved or forecast.working[number])) if selects else 0
         self._taken()
         return self._needs(self._beside(one, forecast, number) + saved + forecast.working[number], saved), beside
 
@@ -519,7 +566,17 @@ class StepWatch:
         """Have calls recomputed that hold something; what is still too much."""
         if over <= 0:
             return over
-        found = [(one, number) for one in self.passes for number in one.revocable]
+        stayed = self._engine.spill_full
+        for one in self.passes if stayed else ():
+            for number in one.revocable:
+                if one.decision.plan.action(number) in RETURNING:
+                    one.holds[number] = max(one.holds[number], one.ended[number].report.own_bytes)
+        found = [
+            (one, number)
+            for one in self.passes
+            for number in one.revocable
+            if stayed or one.decision.plan.action(number) in HOLDING
+        ]
         holds = [one.holds[number] for one, number in found]
         seconds = [one.forecast.seconds[n] if one.forecast is not None and one.knows(n) else 0.0 for one, n in found]
         for order in sorted(orders(holds, seconds)):
@@ -527,6 +584,8 @@ class StepWatch:
                 break
             one, number = found[order % len(found)]
             freed = one.revocable.pop(number).revoke()
+            if stayed and one.decision.plan.action(number) in RETURNING:
+                freed = one.holds[number]  # of what was to leave nobody else knows any more that it is there
             if freed:
                 one.revoked.add(number)
                 one.holds[number] = 0
@@ -674,7 +733,7 @@ class StepWatch:
     def samples(self) -> list[tuple[Pass, StepSample, list[BlockSample]]]:
         """What a traced step has to tell of each of its passes that went backward."""
         latest = 0
-        if not self.traced:
+        if not self.traced or "g" in self.path:  # nor of one through a graph that a backward has made
             return []
         for mark in self._marks:
             latest = max(latest, mark.of)
@@ -746,7 +805,7 @@ class _Measured:
             BlockSample(
                 block=number,
                 size=one.size,
-                nbytes=saved[number],
+                nbytes=saved[number] if call.rehearsed_bytes is None or call.kept_because else call.rehearsed_bytes,
                 seconds=call.seconds,
                 working=max(totals[number] - least, 0),
                 gradients=one.gradients[number],
@@ -807,9 +866,9 @@ class _Measured:
             found[number] = self._most(self._reached[number], end) - there - before - saved[number]
         begun = {mark.number: at for at, mark in enumerate(self._marks) if mark.kind == "begins"}
         ended = {mark.number: at for at, mark in enumerate(self._marks) if mark.kind == "ended"}
-        for number in begun.keys() & ended.keys():
+        for number, at in begun.items():  # of one that the model let fail, as far as the next mark
             before = sum(held[:number])
-            forward = self._most(begun[number], ended[number]) - before - saved[number]
+            forward = self._most(at, ended.get(number, at + 1)) - before - saved[number]
             found[number] = max(found[number], forward)
         return found
 

@@ -137,7 +137,9 @@ def simulate(
         UsageError: An op has no seconds, or an argument makes no sense.
         BudgetInfeasible: A planner has no plan for so little.
     """
-    plain = step_seconds(step)
+    plain, from_host = step_seconds(step), 0
+    if isinstance(method, AbstractPlanner):
+        step, from_host = method.as_run(step, device)
     policy = _policy(method, step, allowed, device)
     if steps < 1 or not thrash > 0:
         raise UsageError(f"A simulation takes 1 step or more and a `thrash` above 0; got {steps} and {thrash}.")
@@ -155,7 +157,8 @@ def simulate(
         status, why = run.go(number)
         if status != "ok":
             break
-    return run.result(status, why, plain)
+    done = run.result(status, why, plain)
+    return replace(done, bytes_in=done.bytes_in + from_host)
 
 
 def _policy(

@@ -8,10 +8,11 @@ from collections import Counter
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, Literal, final
+from typing import Any, Final, Literal, TypeAlias, final
 
 from spillway.costs.device import HERE, Device
-from spillway.costs.roofline import step_seconds, timed
+from spillway.costs.efficiency import Efficiency
+from spillway.costs.roofline import PUBLISHED, step_seconds, timed
 from spillway.errors import BudgetInfeasible, NoPlanFound, SpillwayError, UnknownMethodError, UsageError
 from spillway.ir import Recorded, Step
 from spillway.methods import METHODS, Problem
@@ -27,6 +28,9 @@ ALL: Final = "all"
 
 LIMITED: Final = "time_limit"
 """A method whose constructor takes this may search for as long as it is given."""
+
+Range: TypeAlias = tuple[float, float]
+"""From one number to another."""
 
 MORE: Final = 1 + 1e-6
 """What is not this much more than the plain step's seconds says nothing."""
@@ -45,6 +49,13 @@ class SweepProblem:
     """How fast copies are, and ops unless they were measured."""
     costs: str
     """Where the ops' seconds are from, in a sentence."""
+    efficiency: Efficiency | None = None
+    """By which they are modelled, and how far such seconds were from measured ones; None where they were measured."""
+
+    @property
+    def plain_range(self) -> Range | None:
+        """Seconds of the plain step, 80 % of steps between; None where they were measured."""
+        return None if self.efficiency is None else times(self.plain_seconds, self.efficiency.step_spread)
 
     @property
     def plain_peak(self) -> Bytes:
@@ -80,6 +91,10 @@ class Row:
     """Copied back."""
     recomputed_seconds: Seconds | None = None
     """Time that ops took which ran again."""
+    overhead_range: Range | None = None
+    """80 % of what a method adds to a plain step lie between; None where ops were measured."""
+    seconds_range: Range | None = None
+    """80 % of steps lie between; likewise."""
     why: str = ""
     """A sentence on why it is not `ok`; else empty."""
     remark: str = ""
@@ -171,13 +186,38 @@ def sweep_problem_of(recorded: Recorded, device: Device) -> SweepProblem:
     kept = not counted(step) or device.name == HERE
     measured = sum(op.seconds is not None for op in step.ops) if kept else 0
     costs = f"modelled for {device.name} by roofline"
+    efficiency = None if kept and measured else device.efficiency or PUBLISHED
     if measured:
         rest = f"; of {len(step.ops) - measured} ops without, {costs}" if measured < len(step.ops) else ""
         costs = f"those measured when it was recorded{rest}"
     return SweepProblem(
         step=timed(step, device, keep_measured=kept), workload=recorded.workload, device=device,
-        costs=f"Seconds of ops are {costs}; copies take what {device.name} takes.",
+        costs=f"Seconds of ops are {costs}; copies take what {device.name} takes.", efficiency=efficiency,
     )  # fmt: skip
+
+
+def times(number: float, spread: Sequence[float]) -> Range:
+    """The number as the ends of a spread multiply it."""
+    return number * spread[0], number * spread[1]
+
+
+def overhead_range(overhead: float, by: Efficiency) -> Range:
+    """Multiples of the plain step between which 80 % lie: what a method adds is as uncertain as such extras were."""
+    least, most = sorted(times(overhead - 1, by.extra_spread))
+    return 1 + least, 1 + most
+
+
+def spread_sentence(problem: SweepProblem) -> str:
+    """How far the figures are to be trusted; empty where the ops' seconds were measured."""
+    ends = problem.plain_range
+    if ends is None or problem.efficiency is None:
+        return ""
+    extra = problem.efficiency.extra_spread
+    return (
+        f"Of plain steps so modelled 80 % take {format_seconds(ends[0])} to {format_seconds(ends[1])} for these "
+        f"{format_seconds(problem.plain_seconds)}, and of what methods add 80 % lie between {extra[0]:.2f} and "
+        f"{extra[1]:.2f} times what is shown: by steps that were left out of the fit ({problem.efficiency.source})."
+    )
 
 
 def parse_methods(text: str) -> list[str]:
@@ -255,8 +295,11 @@ def work_out(problem: SweepProblem, plan_seconds: Seconds, cell: Cell) -> Row | 
         return Row(method=method, budget_bytes=budget, status="oom", why=str(error))
     if done.status != "ok":
         return Row(method=method, budget_bytes=budget, status=done.status, why=done.why)
+    by = problem.efficiency
     return Row(
         method=method, budget_bytes=budget, status="ok", overhead=done.overhead, seconds=done.seconds,
+        overhead_range=None if by is None else overhead_range(done.overhead, by),
+        seconds_range=None if by is None else times(done.seconds, by.step_spread),
         peak_bytes=done.peak_bytes, bytes_out=done.bytes_out, bytes_in=done.bytes_in,
         recomputed_seconds=done.recomputed_seconds, remark=done.remark,
     )  # fmt: skip

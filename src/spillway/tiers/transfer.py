@@ -194,7 +194,10 @@ class Store:
 
     def __init__(self, lanes: Lanes, write_behind: Bytes | None = None) -> None:
         self.write_behind = write_behind
-        self.takes = lanes.takes
+        self.full = False
+        """Whether there was no room, and whoever sends does without: nothing is taken any more."""
+        self.when_full: Callable[[], bool] = lambda: False
+        """Asked where there is no room, whether bytes may stay where they are; else that is raised."""
         self.sent = 0
         """Storages so far."""
         self.bytes_out: Bytes = 0
@@ -212,6 +215,10 @@ class Store:
         self._leaving: deque[Transfer] = deque()
         self._dead: deque[Transfer] = deque()
         self._arrivals: set[Transfer] = set()
+
+    def takes(self, tensor: torch.Tensor) -> bool:
+        """Whether such a tensor's storage could be sent."""
+        return not self.full and self._lanes.takes(tensor)
 
     @property
     def leaving_bytes(self) -> Bytes:
@@ -247,13 +254,13 @@ class Store:
         """Wait until no more than so many bytes are leaving."""
         while self._leaving and self._leaving_still() > but_for:
             transfer = self._leaving.popleft()
-            with self._waiting_for_room():
+            with self._waiting_for_room(), self._having_room():
                 self._lanes.finish_out(transfer)
 
     def send(self, storage: Storage) -> SpilledStorage:
         """Begin to send a storage away, which nobody may write to until it is out."""
         transfer = Transfer(storage)
-        with self._waiting_for_room():  # what no worker takes is written here
+        with self._waiting_for_room(), self._having_room():  # what no worker takes is written here
             try:
                 self._start_out(transfer)
             except SpillFullError:
@@ -261,10 +268,11 @@ class Store:
                     raise
                 self._free_dead()
                 self._start_out(transfer)
-        self.sent += 1
-        self.bytes_out += transfer.nbytes
-        if transfer.source is not None:
-            self._leaving.append(transfer)
+        if transfer.slot is not None or transfer.source is None:
+            self.sent += 1
+            self.bytes_out += transfer.nbytes
+            if transfer.source is not None:
+                self._leaving.append(transfer)
         return SpilledStorage(transfer, self)
 
     def load(self, transfer: Transfer) -> Storage:
@@ -313,6 +321,9 @@ class Store:
     def forget(self, transfer: Transfer) -> None:
         """Nobody wants the bytes any more (rule 3)."""
         self.drop_arrival(transfer)
+        if transfer.slot is None:  # there was no room for it
+            transfer.source = None
+            return
         self._dead.append(transfer)
         self._reap()
 
@@ -347,6 +358,15 @@ class Store:
             yield
         finally:
             self.room_seconds += time.perf_counter() - began
+
+    @contextlib.contextmanager
+    def _having_room(self) -> Iterator[None]:
+        try:
+            yield
+        except SpillFullError:
+            self.full = self.full or self.when_full()
+            if not self.full:
+                raise
 
     def _start_out(self, transfer: Transfer) -> None:
         with self._lock:

@@ -115,6 +115,9 @@ class CallReport:
     skipped_ops: int = 0
     """Ops that did not run in second runs, since their results had been kept."""
     recompute_seconds: Seconds = 0.0
+    rehearsed_bytes: Bytes | None = None
+    """What its first forward left where it has two (`BlockEngine.rehearses`), without the result; 0 where the data
+    filter removes that (`methods/mimose/data_filter.py`); None where it had one forward."""
     kept_because: str = ""
     """Why the block cannot run again, a clause; empty if it can."""
 

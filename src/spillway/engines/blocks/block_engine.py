@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from os import PathLike
@@ -30,7 +31,7 @@ from spillway.engines.blocks.compiled_blocks import (
 from spillway.engines.blocks.compress import Compressor
 from spillway.engines.blocks.containers import rebuilt
 from spillway.engines.blocks.discovery import named
-from spillway.engines.blocks.extra_forward import undone, without_locals
+from spillway.engines.blocks.extra_forward import Seen, undone, without_locals
 from spillway.engines.blocks.groups import Group, Grouped, by_sequential, first_children
 from spillway.engines.blocks.hook import Hook
 from spillway.engines.blocks.iterators import CannotCopyError
@@ -40,6 +41,7 @@ from spillway.internals.interrupts import by_signal
 from spillway.internals.machine_memory import usable_memory
 from spillway.internals.private import heard, unheard_by_modes
 from spillway.methods.actions import USUAL, Action, ActionOptions
+from spillway.methods.mimose.data_filter import ModuleCall, valid_calls
 from spillway.tiers.cuda_streams import CudaStreams
 from spillway.tiers.disk import DiskTier
 from spillway.tiers.host import HostPool
@@ -220,7 +222,14 @@ class BlockEngine:
         """Whether blocks run as if nobody watched, for forwards that are known to fit: no call added per op, nothing is
         counted and nothing can be revoked."""
         self.rehearses = False
-        """Whether every block runs once more before it runs, and is forgotten: the published way to measure."""
+        """Whether every block runs once more before it runs, is measured and forgotten: the published collector."""
+        self._record: list[tuple[ModuleCall, Unit, Bytes | None]] = []
+        """The first forward of the outermost block that is running, and within it both of every other, in the order in
+        which they began; with what the first ones left."""
+        self._open: list[int] = []
+        """Places in the record of those that are running."""
+        self._rehearsing = 0
+        """How many of them are first ones."""
         self.observer: Observer | None = None
         self.called: tuple[Any, dict[str, Any]] | None = None
         """What the model's forward was called with last, tensors without their bytes, where somebody observes."""
@@ -306,6 +315,15 @@ class BlockEngine:
         self._runtime.behind = nbytes
 
     @property
+    def spill_full(self) -> bool:
+        """Whether there was no room for what was to leave, so that it stayed, and nothing leaves any more."""
+        return self._runtime.store is not None and self._runtime.store.full
+
+    def when_spill_is_full(self, asked: Callable[[], bool]) -> None:
+        """Have it asked where there is no room, whether what was to leave may stay; else SpillFullError is raised."""
+        self._runtime.when_full = asked
+
+    @property
     def leaving_bytes(self) -> Bytes:
         """Bytes of offloaded storages that are still resident, since their copies out are not done."""
         return self._runtime.store.leaving_bytes if self._runtime.store is not None else 0
@@ -355,6 +373,11 @@ class BlockEngine:
     def reports(self) -> Sequence[CallReport]:
         """What `calls` copies: it goes on to change as long as the calls are run again."""
         return self._reports
+
+    @property
+    def running(self) -> bool:
+        """Whether a block runs now, for the first time or again."""
+        return not self._runtime.runs_nothing
 
     @property
     def begun(self) -> int:
@@ -453,6 +476,7 @@ class BlockEngine:
                     check_still(self._fronts[block.name], block.name)
                 block.calls = 0
             self._reports, self._calls = [], {}
+            self._record, self._open, self._rehearsing = [], [], 0
             self._runtime.begin_step()
             if self.observer is not None:
                 self.called = without_bytes(args, kwargs)
@@ -483,9 +507,12 @@ class BlockEngine:
     def _watched_call(self, block: Block, replay: Replay | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if replay is not None:
             return replay.call(block, args, kwargs)
+        if self._rehearsing:
+            return self._call_in_rehearsal(block, args, kwargs)
         report = self._begun(block)
-        rehearses = self.rehearses and not block.may_communicate()
-        interruption = self._rehearse(block, args, kwargs) if rehearses else None
+        # Within a counted call what was saved twice would count twice; there the data filter takes nothing anyway.
+        rehearses = self.rehearses and self._runtime.call is None and not block.may_communicate()
+        interruption = self._rehearse(block, (report.block, report.call), args, kwargs) if rehearses else None
         observer, number = self.observer, len(self._reports)
         self._beginning = block, report
         reached = observer.block_begins(number) if observer is not None else None
@@ -494,6 +521,8 @@ class BlockEngine:
         self._calls[report.block, report.call] = weakref.ref(call)
         call.when_reached = reached
         output = call.run(args, kwargs)
+        if rehearses:
+            self._settle()
         if observer is not None:
             observer.block_ended(number)
         if interruption is not None:
@@ -503,24 +532,67 @@ class BlockEngine:
                 del interruption  # which holds this frame
         return output
 
-    def _rehearse(self, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BaseException | None:
-        """The first of the two forwards of Mimose's shuttling collector (section 4.2), after which all is as it was.
-        A call whose arguments cannot be copied has but one, and one that fails does so again where it counts.
+    def _rehearse(
+        self, block: Block, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> BaseException | None:
+        """The first of the two forwards of Mimose's shuttling collector (section 4.2): what it left is noted, without
+        its result, and all is as it was. A call whose arguments cannot be copied has but one, and one that fails does
+        so again where it counts.
 
         Returns what is no failure and is to be raised at the latest when the other one has ended.
         """
-        around = undone(self._runtime.environment, (block.module,), args, kwargs)
+        seen = Seen()
+        around = undone(self._runtime.environment, (block.module,), args, kwargs, seen)
+        self._rehearsing += 1
         try:
-            with around as (given, named):
-                heard(block.forward, *given, **named)
+            with self._entered(unit, checkpointed=False) as place:
+                with around as (given, named):
+                    output = heard(block.forward, *given, **named)
+                    left = seen.left(output)
+                    del output
+                self._record[place] = *self._record[place][:2], left
         except BaseException as error:
             if by_signal(error):
                 raise
             return None if isinstance(error, Exception) else without_locals(error)
         finally:
+            self._rehearsing -= 1
             if self.closed:
                 self._remove_hooks()
         return None
+
+    def _call_in_rehearsal(self, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Of a block within a first forward: it has both of its own there, and nothing is to be had of the second."""
+        before = sum(one.name == block.name and one.checkpointed for one, _, _ in self._record[self._open[0] :])
+        unit = block.name, block.calls + before
+        interruption = self._rehearse(block, unit, args, kwargs)
+        with self._entered(unit, checkpointed=True):
+            output = self._runtime.pass_through(args, kwargs, block, holds=False)
+        if interruption is not None:
+            raise interruption
+        return output
+
+    @contextmanager
+    def _entered(self, unit: Unit, *, checkpointed: bool) -> Iterator[int]:
+        """Around a forward of a block, with its place in the record."""
+        inside = self._open[-1] if self._open else None
+        place = len(self._record)
+        self._record.append((ModuleCall(name=unit[0], inside=inside, checkpointed=checkpointed), unit, None))
+        self._open.append(place)
+        try:
+            yield place
+        finally:
+            del self._open[self._open.index(place) :]
+
+    def _settle(self) -> None:
+        """When a block has ended that lies in no other: what the data filter leaves of the record is measured."""
+        measured: dict[Unit, Bytes] = {}
+        for (_, unit, left), valid in zip(self._record, valid_calls([one for one, _, _ in self._record]), strict=True):
+            if left is not None:
+                measured[unit] = max(left if valid else 0, measured.get(unit, 0))
+        for report in self._reports:
+            report.rehearsed_bytes = measured.get((report.block, report.call), report.rehearsed_bytes)
+        self._record = []
 
     def _pass_by(self, block: Block) -> None:
         """A call that is only counted."""

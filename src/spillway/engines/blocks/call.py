@@ -53,6 +53,7 @@ from spillway.engines.blocks.saved import (
     compress_frozen,
     compress_saved,
     held_alone,
+    is_sizeless,
     may_leave,
     send_frozen,
     send_saved,
@@ -106,6 +107,8 @@ class BlockRuntime:
         """Hooks of an engine that was closed."""
         self.ahead, self.behind = ahead, behind
         self.store: Store | None = None
+        self.when_full: Callable[[], bool] = lambda: False
+        """See `Store.when_full`."""
         self.sent = 0
         """How many calls have sent something away."""
         self.beside: dict[type, float] = {}
@@ -177,6 +180,7 @@ class BlockRuntime:
         """Where something of this call is going to wait; it is sent inside."""
         if self.store is None:
             self.store = self._open_store()
+            self.store.when_full = self.when_full
         self._away[self.sent] = call
         self.sent += 1
         self.store.write_behind = self.behind
@@ -306,6 +310,8 @@ class BlockCall:
         begun = collectives_begun()
         with Packing(self._pack, _unpack), self.runtime.inside(self), mode:
             output = heard(self.block.forward, *args, **kwargs)
+        if isinstance(mode, Keeping) and mode.left:
+            self.selection = None
         self.block.has_begun(collectives_begun() - begun)
         self.report.seconds = time.perf_counter() - began
         self._end(output)
@@ -337,12 +343,20 @@ class BlockCall:
             value = heard(self.outer[0], tensor)
         elif needs_grad and not pinned:
             value = tensor.detach()
+        if is_sizeless(tensor):
+            self._keep("it has nested tensors inside whose layout is strided")
         if not needs_grad and tensor._version == 0:
             self._unsettled = len(self.saved)
         saved = SavedTensor(self, tensor, value, pinned, self.outer is None)
         self._last_needs_grad = needs_grad
         self.saved.append(weakref.ref(saved))
         return saved
+
+    def _keep(self, because: str) -> None:
+        """Neither this call nor one around it can run again."""
+        call: BlockCall | None = self
+        while call is not None:
+            call.report.kept_because, call = because, call.parent
 
     def _end(self, output: Any) -> None:
         self.ended, self.sent = True, self.runtime.sent
@@ -787,10 +801,11 @@ class Replay:
         kept = tensor.detach() if tensor.requires_grad and not tensor.is_leaf else tensor
         saved = call.saved[number]() if number < len(call.saved) else None
         if saved is not None:
-            if tensor.shape != saved.shape or tensor.dtype != saved.dtype:
-                self._fail(f"saved tensor {number} is {saved.differs(tensor)}")
+            given = saved.as_first(kept)
+            if given.shape != saved.shape or given.dtype != saved.dtype:
+                self._fail(f"saved tensor {number} is {saved.differs(given)}")
             if saved.value is None:
-                saved.give_back(kept if call.outer is None else heard(call.outer[0], tensor))
+                saved.give_back(given if call.outer is None else heard(call.outer[0], tensor))
         if self._stops and self._saved == len(call.saved):
             raise StopRecompute(self)
         return kept

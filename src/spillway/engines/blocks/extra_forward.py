@@ -10,7 +10,6 @@ ops take other formulas; of this run nobody uses the numbers.
 from __future__ import annotations
 
 import contextlib
-import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, cast, final
@@ -22,14 +21,16 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
-from spillway.engines.blocks.containers import rebuilt
+from spillway.engines.blocks.containers import rebuilt, tensors
 from spillway.engines.blocks.iterators import CannotCopyError
 from spillway.engines.blocks.quiet import quiet
 from spillway.engines.blocks.reach import Reach, reach_of
 from spillway.engines.blocks.saved import over
 from spillway.engines.environment import Environment
+from spillway.engines.tensors.torch_compile import asked_before
 from spillway.internals.private import function_modes, grad_mode, unheard_by_modes
 from spillway.internals.private import storage_address as address
+from spillway.units import Bytes
 
 _UNDECLARED: Final = frozenset({"running_mean", "running_var"})
 """Arguments that `native_batch_norm` and its kin write to without saying so."""
@@ -49,9 +50,20 @@ def is_the_models(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def undone(
-    environment: Environment, modules: Sequence[nn.Module], args: Any, kwargs: dict[str, Any]
+    environment: Environment,
+    modules: Sequence[nn.Module],
+    args: Any,
+    kwargs: dict[str, Any],
+    seen: Seen | None = None,
 ) -> Iterator[tuple[Any, dict[str, Any]]]:
     """Around an extra forward of modules; gives what it is to be called with: the same bytes, and no graph behind.
+
+    Args:
+        environment: What the modules read beside their arguments.
+        modules: They are put back.
+        args: What they are called with.
+        kwargs: And by name.
+        seen: Watches the ops, for whoever wants to know what they left.
 
     Raises:
         CannotCopyError: It is called with something that cannot be told from the rest of the program, more can be
@@ -61,20 +73,19 @@ def undone(
     reach = Reach(reach_of(modules, args, kwargs, *modes))
     if reach.too_much:
         raise CannotCopyError(reach.too_much)
-    writes = _Writes()
+    seen = seen or Seen()
     with contextlib.ExitStack() as stack:
         stack.enter_context(quiet())
         stack.enter_context(reach.substituted())
-        stack.callback(writes.undo)
+        stack.callback(seen.undo)
         stack.enter_context(environment(environment.capture()))
-        if "torch._dynamo" in sys.modules:  # what is compiled would be given up by its compiler under a mode
-            stack.enter_context(cast(Any, torch.compiler).set_stance("force_eager"))
+        stack.enter_context(asked_before(lambda: False))
         if any(isinstance(part, torch.jit.ScriptModule) for one in modules for part in one.modules()):
             stack.enter_context(cast(Any, torch.jit).optimized_execution(False))  # or it would count as a run
             stack.callback(register_module_forward_pre_hook(_prepared).remove)
         stack.enter_context(grad_mode(enabled=True))
         alone = rebuilt((args, kwargs), _without_graph)
-        stack.enter_context(writes)
+        stack.enter_context(seen)
         yield alone
 
 
@@ -109,15 +120,17 @@ def _without_graph(tensor: Tensor) -> Tensor:
 
 
 @final
-class _Writes(cast(Any, TorchDispatchMode)):  # type: ignore[misc]  # torch's class has no annotations
-    """Copies the bytes of what is going to be written to and was there before."""
+class Seen(cast(Any, TorchDispatchMode)):  # type: ignore[misc]  # torch's class has no annotations
+    """The ops of an extra forward: copies the bytes of what is going to be written to and was there before, and knows
+    what was made since."""
 
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()
-        self._made: dict[int, Any] = {}
-        """Weak references to the storages of results, by address: one that died is not taken for what is there now."""
+        self._made: dict[int, tuple[Any, Bytes]] = {}
+        """Weak references to the storages of results, by address, with their bytes: one that died is not taken for what
+        is there now."""
         self._copies: dict[int, tuple[torch.UntypedStorage, Any]] = {}
         self._versions: list[tuple[Tensor, int]] = []
 
@@ -132,19 +145,31 @@ class _Writes(cast(Any, TorchDispatchMode)):  # type: ignore[misc]  # torch's cl
         for tensor in _tensors(result):
             for part in _parts(tensor):
                 if address(part) not in given:
-                    self._made[address(part)] = cast(Any, StorageWeakRef)(part.untyped_storage())
+                    storage = part.untyped_storage()
+                    self._made[address(part)] = cast(Any, StorageWeakRef)(storage), storage.nbytes()
         return result
 
     def _before(self, tensor: Tensor) -> None:
         key = address(tensor)
-        made = self._made.get(key)
-        if made is not None and not made.expired():
+        if self._is_there(key):
             return
         if not tensor.is_inference():
             self._versions.append((tensor, tensor._version))  # an alias made here would have a counter of its own
         if key not in self._copies:
             storage = tensor.untyped_storage()
             self._copies[key] = storage, cast(Any, storage).clone()
+
+    def _is_there(self, key: int) -> bool:
+        """Whether a storage was made since the run began, and is there."""
+        made = self._made.get(key)
+        return made is not None and not made[0].expired()
+
+    def left(self, result: Any) -> Bytes:
+        """Storages that were made since the run began and are there now, without those of the result: the difference
+        that an allocator's count would show, to the byte. Raises CannotCopyError for a result that cannot be told."""
+        handed_on = {address(part) for tensor in tensors(result) for part in _parts(tensor)}
+        there = {key: nbytes for key, (_, nbytes) in self._made.items() if self._is_there(key)}
+        return sum(nbytes for key, nbytes in there.items() if key not in handed_on)
 
     def undo(self) -> None:
         """Put back what was written to. For whoever has saved one of these tensors nothing was written."""

@@ -35,8 +35,8 @@ _WORD: Final = 8
 
 Fingerprint: TypeAlias = Tensor
 """Sums of columns, and words that were too few for that: int64, one dimension, on the tensor's device."""
-Seen: TypeAlias = dict[tuple[int, int, int], Fingerprint]
-"""Fingerprints by address of the bytes, their number, and bytes of an element."""
+Seen: TypeAlias = dict[tuple[int, int, int, int], Fingerprint]
+"""Fingerprints by storage, where the elements begin in it, their number, and bytes of one."""
 
 
 def fingerprint(tensor: Tensor, seen: Seen) -> Fingerprint:
@@ -48,8 +48,10 @@ def fingerprint(tensor: Tensor, seen: Seen) -> Fingerprint:
     """
     with grad_mode(enabled=False):
         dense = _dense(tensor.detach())
-        key = (dense.data_ptr(), dense.numel(), dense.element_size())
-        if dense.data_ptr() != tensor.data_ptr():  # a copy, which is about to die
+        # Not by its address: where every op is watched, whoever asks for that has the storage stay for good.
+        place = dense.untyped_storage()._cdata
+        key = (place, int(dense.storage_offset()), dense.numel(), dense.element_size())
+        if place != tensor.untyped_storage()._cdata:  # a copy, which is about to die
             return _sums(dense)
         if key not in seen:
             seen[key] = _sums(dense)

@@ -119,12 +119,21 @@ class FrozenTensor:
 def empty_witness(tensor: Tensor) -> Tensor:
     """A tensor without bytes that shares the version counter of `tensor`."""
     witness = tensor.detach()
-    if tensor.is_nested and tensor.layout is torch.jagged:
-        for name in cast(Any, tensor).__tensor_flatten__()[0]:
-            setattr(witness, name, getattr(tensor, name).new_empty(0))
+    if is_ragged(tensor):
+        cast(Any, witness)._values = cast(Any, tensor)._values.new_empty(0)
         return witness
     witness.data = _nothing(tensor.dtype, tensor.device) if type(tensor) is Tensor else tensor.new_empty(0)
     return witness
+
+
+def is_ragged(tensor: Tensor) -> bool:
+    """Whether it is a nested tensor of the jagged layout: values, offsets, and a shape with a symbol in it."""
+    return tensor.is_nested and tensor.layout is torch.jagged
+
+
+def is_sizeless(tensor: Tensor) -> bool:
+    """Whether it is a nested tensor of the strided layout, which has no shape."""
+    return tensor.is_nested and tensor.layout is torch.strided
 
 
 @functools.cache
@@ -185,7 +194,8 @@ class SavedTensor:
 
     def __init__(self, owner: Owner, tensor: Tensor, value: Any, pinned: bool, watched: bool) -> None:
         self.owner = owner
-        self.shape, self.dtype, self.differentiable = tensor.shape, tensor.dtype, tensor.requires_grad
+        self.shape = tensor.shape if not is_sizeless(tensor) else torch.Size()
+        self.dtype, self.differentiable = tensor.dtype, tensor.requires_grad
         self.value = value
         """None while it is away. Where the user has hooks of his own, what they made of the tensor."""
         self.pinned = pinned
@@ -216,6 +226,21 @@ class SavedTensor:
         if self.witness is not None and self.witness is self.value:
             self.witness = empty_witness(self.value)
         self.value = None
+
+    def as_first(self, tensor: Tensor) -> Tensor:
+        """A nested tensor over the offsets of the first run, if these are equal: every tensor of offsets stands for a
+        ragged size of its own. All others as they are."""
+        if self.witness is None or tensor.shape == self.shape or not (tensor.is_nested and is_ragged(self.witness)):
+            return tensor
+        made: Any = tensor
+        names, context = made.__tensor_flatten__()
+        parts = {name: getattr(made, name) for name in names}
+        for name in parts.keys() & {"_offsets", "_lengths"}:
+            first = getattr(self.witness, name)
+            if first is None or not torch.equal(first, parts[name]):
+                return tensor
+            parts[name] = first
+        return cast(Tensor, type(made).__tensor_unflatten__(parts, context, None, None))
 
     def give_back(self, value: Any) -> None:
         """Hold bytes again."""
@@ -248,7 +273,7 @@ class SavedTensor:
         """The storage that it holds alive; None if it holds none, or one that nobody can tell apart."""
         value = self.value
         if isinstance(value, Tensor) and value.layout is torch.strided and torch._C._has_storage(value):
-            return address(value)
+            return address(value) if not value.is_nested else None
         return None
 
 
@@ -422,4 +447,6 @@ def may_leave(value: Any) -> bool:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    return type(tensor) is Tensor and tensor.layout is torch.strided and not (tensor.is_conj() or tensor.is_neg())
+    if type(tensor) is not Tensor or tensor.layout is not torch.strided:
+        return False
+    return not (tensor.is_conj() or tensor.is_neg() or tensor.is_nested)

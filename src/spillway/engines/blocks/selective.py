@@ -15,6 +15,8 @@ result was going to be saved. What keeps this exact:
     the mode sees every write. If anybody writes to it after the block has ended the op runs again: version counters
     tell, also those of tensors that share bytes without saying so (`_unsafe_view`).
  5. Whatever is not kept runs: a result is never needed.
+ 6. Compiled kernels write to what ops return, and no mode sees it. So before anything runs compiled, the modes that
+    are open in its thread let go of what they have, and pass everything: the block is recomputed in whole.
 """
 
 from __future__ import annotations
@@ -22,13 +24,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, Final, TypeAlias, final
+from typing import Any, Final, Self, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch._ops import HigherOrderOperator
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from spillway.engines.blocks.saved import FrozenTensor
+from spillway.engines.tensors.torch_compile import asked_before, uncompiled
 from spillway.internals.private import storage_address as address
 from spillway.internals.private import unheard_by_modes
 from spillway.methods.actions import EXPENSIVE_NAMES
@@ -161,15 +165,49 @@ class Selection:
 class AbstractSelecting(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """What both modes share: which ops are selected."""
 
+    supports_higher_order_operators = True
+
     def __init__(self, selection: Selection) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.selection = selection
         self.count = 0
         """How many ops were selected."""
+        self.left = False
+        """Whether something compiled came (rule 6)."""
+        self._asked = asked_before(_leave)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # what is compiled in a block runs compiled
+        return False  # that costs time with every op
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """What is compiled in a block runs compiled."""
+        return True
+
+    def __enter__(self) -> Self:
+        self._asked.__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        try:
+            super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        finally:
+            self._asked.__exit__(None, None, None)
+
+    def leave(self) -> None:
+        """Let go of everything, and look at nothing any more (rule 6)."""
+        self.left = True
+        self.selection.results.clear()
+        handler: Any = type(self).__torch_dispatch__
+        uncompiled(handler, handler.__wrapped__)
+
+    def leaves(self, op: Any) -> bool:
+        """Whether an op is none that can be looked at."""
+        if isinstance(op, HigherOrderOperator):
+            self.leave()
+        return self.left
 
     def selects(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether what an op returns is to be kept."""
@@ -181,6 +219,14 @@ class AbstractSelecting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return not (args[place] if len(args) > place else kwargs.get("dropout_p", 0.0))
 
 
+def _leave() -> bool:
+    """Something is about to run compiled in this thread, and may."""
+    for mode in _get_current_dispatch_mode_stack():
+        if isinstance(mode, AbstractSelecting):
+            mode.leave()
+    return True
+
+
 @final
 class Keeping(AbstractSelecting):  # type: ignore[no-untyped-call]
     """Around the first run."""
@@ -189,6 +235,8 @@ class Keeping(AbstractSelecting):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the op, and note what it returns and what it writes to."""
         kwargs = kwargs or {}
+        if self.left or self.leaves(op):
+            return op(*args, **kwargs)
         made = op(*args, **kwargs)
         written = _written(op)
         if written:
@@ -217,6 +265,8 @@ class Supplying(AbstractSelecting):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Answer with what was kept, or run the op."""
         kwargs = kwargs or {}
+        if self.left or self.leaves(op):
+            return op(*args, **kwargs)
         if self.selects(op, args, kwargs):
             made = self._kept(op, args, kwargs)
             if made is not None:

@@ -285,6 +285,8 @@ class AbstractTensorEngine(ABC):
     """Fused optimizer ops in this step; torch counts no version for what they write."""
     began: Seconds
     """When the step began, by `time.perf_counter`."""
+    graph_grows: Callable[[], None] | None = None
+    """Hears, in any thread, of each backward that is about to make a graph of itself."""
 
     @abstractmethod
     def info_of(self, func: Any) -> OpInfo:

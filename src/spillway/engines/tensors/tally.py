@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any, Final, NamedTuple, cast, final
 
 import torch
+from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -135,6 +136,8 @@ class Tally(cast(Any, TorchDispatchMode)):  # type: ignore[misc]  # torch's clas
         there: Tensors that are there when it begins.
     """
 
+    supports_higher_order_operators = True
+
     def __init__(self, there: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()
         self.alive: Bytes = 0
@@ -156,6 +159,9 @@ class Tally(cast(Any, TorchDispatchMode)):  # type: ignore[misc]  # torch's clas
             self._note(tensor.untyped_storage(), made=False)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if isinstance(func, HigherOrderOperator):  # what it does where nothing is compiled
+            with self:
+                return func.py_kernels[torch._C.DispatchKey.CompositeExplicitAutograd](*args, **(kwargs or {}))
         if func.name().startswith(NAMESPACES):
             raise RuntimeError("This forward is no other process's.")  # who would wait for it, or be waited for
         given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, _STORED)]

@@ -2,15 +2,16 @@
 
 Kernels of a compiler would pass the engine by, and dynamo, left to itself, traces Python code of ours that runs below a
 function. So it is not asked: a thread whose step is watched is told that nothing is to be compiled.
-Other threads go on. Changing a module is global by nature, so the list of steps is too; with the last one it is as it
+Other threads go on. Changing a module is global by nature, so the list of answers is too; with the last one it is as it
 was. What is compiled only after dynamo was imported within a step is treated alike: that import is waited for.
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.machinery import ModuleSpec
 from types import FrameType, ModuleType
 from typing import Any, Final, final
@@ -33,8 +34,8 @@ _ASKED: Final = "_callback_from_stance"
 _DISABLED: Final = "DisableContext."
 """How the functions of that module are named that have something left alone."""
 
-_steps: Final[dict[int, Callable[[], None]]] = {}
-"""Whom to tell that something ran eagerly, by the thread whose step is watched."""
+_answers: Final[dict[int, Callable[[bool], bool]]] = {}
+"""Who says whether something may run compiled, by the thread; told whether a higher-order operator asks for itself."""
 _lock = threading.RLock()
 renew_in_children(sys.modules[__name__], "_lock")
 
@@ -56,17 +57,20 @@ def running_compiled() -> bool:
 
 def begin_eagerly(tell: Callable[[], None]) -> None:
     """From here on nothing runs compiled in this thread; `tell` hears of everything that would have."""
-    with _lock:
-        _steps[threading.get_ident()] = tell
-        if not _ask_first() and _import not in sys.meta_path:  # nothing is compiled before it is imported
-            sys.meta_path.insert(0, _import)
+
+    def ask(itself: bool) -> bool:
+        if not itself:
+            tell()
+        return itself
+
+    _begin(ask)
 
 
 def end_eagerly(thread: int) -> None:
     """What is compiled runs compiled again in the thread with this identifier."""
     with _lock:
-        _steps.pop(thread, None)
-        if not _steps:
+        _answers.pop(thread, None)
+        if not _answers:
             if _import in sys.meta_path:
                 sys.meta_path.remove(_import)
             original: Any = getattr(sys.modules.get(_EVAL_FRAME), _ASKED, None)
@@ -74,12 +78,45 @@ def end_eagerly(thread: int) -> None:
                 setattr(sys.modules[_EVAL_FRAME], _ASKED, original.__wrapped__)
 
 
+@contextlib.contextmanager
+def asked_before(may: Callable[[], bool]) -> Iterator[None]:
+    """Within, this thread runs something compiled only if `may` says so, and whoever was asked so far.
+
+    To be asked before dynamo is: of code that it meets under a dispatch mode it compiles nothing ever again, and what
+    compiles itself, as `flex_attention` does, then fails.
+    """
+    thread = threading.get_ident()
+    before = _answers.get(thread)
+    _begin(lambda itself: may() and (before is None or before(itself)))
+    try:
+        yield
+    finally:
+        if before is None:
+            end_eagerly(thread)
+        else:
+            _begin(before)
+
+
+def uncompiled(*functions: Any) -> None:
+    """Where dynamo meets calls of these functions, between what it has compiled, it leaves them as they are."""
+    eval_frame: Any = sys.modules.get(_EVAL_FRAME)
+    for function in functions if eval_frame is not None else ():
+        eval_frame.skip_code(function.__code__)
+
+
+def _begin(ask: Callable[[bool], bool]) -> None:
+    with _lock:
+        _answers[threading.get_ident()] = ask
+        if not _ask_first() and _import not in sys.meta_path:  # nothing is compiled before it is imported
+            sys.meta_path.insert(0, _import)
+
+
 def _ask_first() -> bool:
     """Stand in front of what dynamo is asked; False if it is not imported yet."""
     eval_frame: Any = sys.modules.get(_EVAL_FRAME)
     original = getattr(eval_frame, _ASKED, None)
     if original is not None and not hasattr(original, "__wrapped__"):
-        setattr(eval_frame, _ASKED, _unless_watched(eval_frame, original))
+        setattr(eval_frame, _ASKED, _unless_refused(eval_frame, original))
     return original is not None
 
 
@@ -103,7 +140,7 @@ class _Import:
                 loader.exec_module = run
                 run(module)
                 with _lock:
-                    if _steps:
+                    if _answers:
                         _ask_first()
 
             loader.exec_module = exec_module
@@ -113,12 +150,11 @@ class _Import:
 _import: Final = _Import()
 
 
-def _unless_watched(eval_frame: Any, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _unless_refused(eval_frame: Any, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def callback_from_stance(callback: Any) -> Any:
-        found, tell = original(callback), _steps.get(threading.get_ident())
-        if found is None or tell is None or _asks_for_itself(sys._getframe(2)):
+        found, ask = original(callback), _answers.get(threading.get_ident())
+        if found is None or ask is None or ask(_asks_for_itself(sys._getframe(2))):
             return found
-        tell()
         if eval_frame.set_fullgraph_compiled_frame_count(-1) >= 0:  # with fullgraph=True one frame at least is wanted
             eval_frame.set_fullgraph_compiled_frame_count(1)
         return None
@@ -134,5 +170,5 @@ def _asks_for_itself(caller: FrameType) -> bool:
 
 def forget_steps() -> None:
     """In a forked child, where no step is watched."""
-    _steps.clear()
+    _answers.clear()
     end_eagerly(threading.get_ident())

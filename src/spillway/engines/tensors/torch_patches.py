@@ -257,12 +257,15 @@ def _waiting(original: Any) -> Any:
 
 
 def _as_a_part(original: Any) -> Any:
-    """A backward that another thread runs is a part of the step that made its graph: it may read what was dropped."""
+    """A backward that another thread runs is a part of the step that made its graph: it may read what was dropped. One
+    that makes a graph of itself is told before it begins."""
 
     @functools.wraps(original)
     def run_backward(outputs: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
         with contextlib.ExitStack() as stack:
             for engine in tuple(_open):
+                if engine.graph_grows is not None and len(args) > 2 and args[2]:
+                    engine.graph_grows()
                 if watcher_here() is None and engine.in_step and any(map(engine.find, outputs)):
                     stack.enter_context(engine.also_here())
             return original(outputs, *args, **kwargs)

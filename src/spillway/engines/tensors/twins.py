@@ -22,6 +22,7 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from spillway.engines.tensors.torch_compile import asked_before
 from spillway.internals.private import function_modes, only_function_modes
 
 _autograd: Final[Any] = torch._C._autograd
@@ -37,6 +38,7 @@ def unseen() -> Iterator[None]:
     with ExitStack() as stack:
         for others in (_disable_current_modes, _functions_unseen, _nothing_profiled, _nothing_cached, _nothing_packed):
             stack.enter_context(others())
+        stack.enter_context(asked_before(lambda: False))
         stack.enter_context(streams_kept())
         # With its checks a backward would ask for numbers that are not there.
         stack.enter_context(torch.autograd.set_detect_anomaly(False))

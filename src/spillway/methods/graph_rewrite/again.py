@@ -89,12 +89,14 @@ def run_again(run: SecondRun, packer: Packer) -> None:
             storage = step.values[value].storage
             if storage not in copies:  # or it is a copy of what stands before the block, such as statistics
                 info = step.storages[storage]
-                copies[storage] = draft.storage(info.nbytes, info.kind if info.kind in _OURS else Kind.TEMPORARY)
+                kind = info.kind if info.kind in _OURS else Kind.TEMPORARY
+                copies[storage] = draft.storage(info.nbytes, kind, info.dtype)
             now[value] = draft.value(copies[storage])
             made.append(now[value])
         draft.add(
             run.before, op.name, Phase.BACKWARD, [now.get(value, value) for value in op.reads], made, module=op.module,
-            flops=op.flops, traffic=op.traffic, seconds=op.seconds, seeded=op.seeded, replayable=op.replayable,
+            flops=op.flops, traffic=op.traffic, shape=op.shape, seconds=op.seconds, seeded=op.seeded,
+            replayable=op.replayable,
         )  # fmt: skip
     for value in run.wanted:
         packer.stand_in(copies[step.values[value].storage], now[value], value, blocks.reads(value, run.call))

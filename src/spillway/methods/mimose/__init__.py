@@ -59,8 +59,11 @@ class Mimose(AbstractBlockMethod):
         self.takes_vectors = self.options.checks_peak
         self.forwards = self.options.forwards
         self.cache = PlanCache(
-            self.options.interval, batched=self.options.batched, trusting=not self.options.checks_peak
-        )  # fmt: skip
+            self.options.interval,
+            share=self.options.similar,
+            batched=self.options.batched,
+            trusting=not self.options.checks_peak,
+        )
         self._steps = 0
         """Of the collecting phase, that have ended."""
         self._collected: set[InputSize] = set()
@@ -108,16 +111,19 @@ class Mimose(AbstractBlockMethod):
         return Decision(Phase.PLANNED, self.plan(size, available), False)
 
     def plan(self, size: InputSize, available: Bytes) -> BlockPlan:
-        """The plan of this size, or of `Options.static_size`: a remembered one, or a new one that is remembered.
+        """The plan of this size or a similar one, or of `Options.static_size`: a remembered one, or a new one that is
+        remembered.
 
         Raises ValueError before every block and the whole model were measured.
         """
         static = self.options.static_size
         rounded = self.cache.rounded(static if static is not None and len(static) == len(size) else size)
         available -= self.options.reserve
-        plan = self.cache.find(rounded, available)
+        planning = self._planning
+        look = planning.looked_at if isinstance(planning, SimulatedPlanning) else None
+        plan = self.cache.find(rounded, available, look)
         if plan is None:
-            plan = self._planning.plan(rounded, available)
+            plan = planning.plan(rounded, available)
             self.cache.put(plan)
         return plan
 
@@ -127,7 +133,7 @@ class Mimose(AbstractBlockMethod):
         if collecting or self.options.corrects:
             whole = self.options.first_counts or self._steps > 0
             if self._planning.observe(step, blocks, whole=whole):
-                self.cache.forget()
+                self.cache.doubt()
         if collecting:
             self._steps += 1
             if blocks:

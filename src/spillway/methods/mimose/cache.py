@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from math import inf
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import floor, inf, log, log1p
 from typing import Final, final
 
 from spillway.methods.by_block import BlockPlan, InputSize
@@ -12,58 +14,113 @@ MOST: Final = 10_000
 """Plans that are kept; beyond, all are forgotten. Sizes of several dimensions may never repeat."""
 
 
+@dataclass(slots=True)
+class _Kept:
+    """A plan, and from and below how many available bytes it is used."""
+
+    plan: BlockPlan
+    least: float
+    below: float
+    doubted: bool = False
+    """Whether estimates have changed since it was made or looked at."""
+
+
 @final
 class PlanCache:
-    """Remembers plans by rounded size and counts how often that helped.
+    """Remembers plans by similar sizes and counts how often that helped.
 
     Arguments:
         interval: Lengths are rounded up to its multiples: `ceil(x / interval) * interval`.
-        batched: Whether the first number of a size counts samples; it is not rounded.
+        share: Where lengths are not rounded: those that are at most about this share apart have one plan, made for the
+            largest that was seen of them, and made again when a larger one is. 0 for a plan of every size.
+        batched: Whether the first number of a size counts samples; it is not rounded, and those of one plan have the
+            same.
         trusting: Whether a plan is used whatever is available now, as the paper does. Otherwise it is made again if it
             no longer holds, or if so much more is available that another block might be kept.
     """
 
-    def __init__(self, interval: int = 5, *, batched: bool = False, trusting: bool = False) -> None:
+    def __init__(
+        self, interval: int = 5, *, share: float = 0.0, batched: bool = False, trusting: bool = False
+    ) -> None:
         self.interval = interval
+        self.share = share
         self.batched = batched
         self.trusting = trusting
         self.hits = 0
         self.misses = 0
         self.made = 0
         """Plans that were put in."""
-        self._plans: dict[InputSize, tuple[BlockPlan, float, float]] = {}
+        self._plans: dict[InputSize, _Kept] = {}
+        self._largest: dict[InputSize, InputSize] = {}
+        """By the bucket of similar sizes, the largest of each of their numbers."""
 
     def __len__(self) -> int:
         return len(self._plans)
 
     def rounded(self, size: InputSize) -> InputSize:
-        """The size that plans are made for and remembered by."""
+        """The size that a plan for this one is made for."""
         interval = self.interval
         if interval == 1:
-            return size
+            if not self.share:
+                return size
+            bucket = self._bucket(size)
+            self._largest[bucket] = largest = tuple(map(max, size, self._largest.get(bucket, size)))
+            return largest
         if self.batched:
             return size[0], *(-(-length // interval) * interval for length in size[1:])
         return tuple(-(-length // interval) * interval for length in size)
 
-    def find(self, rounded: InputSize, available: Bytes) -> BlockPlan | None:
-        """The plan of a rounded size, None if there is none that can be used. Counts a hit or a miss."""
-        entry = self._plans.get(rounded)
-        if entry is None or not (self.trusting or entry[1] <= available < entry[2]):
-            self.misses += 1
-            return None
-        self.hits += 1
-        return entry[0]
+    def _bucket(self, size: InputSize) -> InputSize:
+        """Sizes that have one plan have one of these: of each length how often it holds 1 + share as a factor."""
+        if not self.share or self.interval > 1:
+            return size
+        steps = [floor(log(length) / log1p(self.share)) if length > 0 else -1 for length in size]
+        return (size[0], *steps[1:]) if self.batched else tuple(steps)
+
+    def find(
+        self, rounded: InputSize, available: Bytes, look: Callable[[BlockPlan], BlockPlan | None] | None = None
+    ) -> BlockPlan | None:
+        """The plan of a rounded size, None if there is none that can be used. Counts a hit or a miss.
+
+        Args:
+            rounded: By `rounded`.
+            available: Bytes, now.
+            look: Gives a doubted plan with what it is expected to need by the new estimates, or None if it is of no use
+                any more; without it no such plan is used.
+        """
+        kept = self._plans.get(self._bucket(rounded))
+        if kept is not None and kept.plan.size != rounded:
+            kept = None
+        if kept is not None and not self.trusting:
+            if kept.doubted:
+                plan = look(kept.plan) if look is not None else None
+                kept = None if plan is None else self._keep(plan)
+            if kept is not None and not kept.least <= available < kept.below:
+                kept = None
+        self.hits += kept is not None
+        self.misses += kept is None
+        return None if kept is None else kept.plan
 
     def put(self, plan: BlockPlan) -> None:
         """Remember a plan."""
         if len(self._plans) >= MOST:
-            self._plans.clear()
+            self.forget()
         self.made += 1
-        self._plans[plan.size] = plan, *_good_for(plan)
+        self._keep(plan)
+
+    def _keep(self, plan: BlockPlan) -> _Kept:
+        self._plans[self._bucket(plan.size)] = kept = _Kept(plan, *_good_for(plan))
+        return kept
+
+    def doubt(self) -> None:
+        """Estimates have changed: what plans are expected to need is looked at before they are used again."""
+        for kept in self._plans.values():
+            kept.doubted = True
 
     def forget(self) -> None:
-        """Drop all plans: estimates have changed."""
+        """Drop all plans."""
         self._plans.clear()
+        self._largest.clear()
 
 
 def _good_for(plan: BlockPlan) -> tuple[float, float]:

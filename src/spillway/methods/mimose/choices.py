@@ -51,9 +51,12 @@ class Options:
     """Bytes that stay free below what is available. Paper: 0.5 to 1 GB for fragmentation, in the public scripts up to
     16. Because what is counted here is simulated (`checks_peak`) and what is not is corrected (`corrects`)."""
     interval: int = 1
-    """Sizes are rounded up to multiples of this, and share a plan. Paper: 5 for text, 100 for pictures. Because a plan
-    takes less than one op here, and a size that is not rounded wastes nothing. The number of samples of `batched` is
-    not rounded."""
+    """Sizes are rounded up to multiples of this, and share a plan. Paper: 5 for text, 100 for pictures. Because `similar`
+    takes its place. The number of samples of `batched` is not rounded."""
+    similar: float = 0.02
+    """Where `interval` is 1: sizes that are at most about this share apart have one plan, that of the largest of them
+    which was seen; 0 for a plan of every size. Paper: none, sizes are rounded. Because a share wastes the same at every
+    length, and a size that no larger one was seen beside wastes nothing."""
     batched: bool = False
     """Whether the first number of an input size counts samples, by which all bytes are multiplied. Paper: the size is
     one number, and the number of samples is fixed."""
@@ -64,6 +67,8 @@ class Options:
     """How Algorithm 1 is read. Where it is compared with `checks_peak`, only its selection is used, not its excess."""
 
     def __post_init__(self) -> None:
+        if not 0 <= self.similar < 1:
+            raise UsageError(f"Mimose takes sizes for similar that are a share from 0 to 1 apart, not {self.similar}.")
         if self.iterations < 2 or self.interval < 1 or self.reserve < 0:
             raise UsageError(
                 f"Mimose needs 2 collecting steps or more, an interval of 1 or more and a reserve that is not "
@@ -92,6 +97,6 @@ class Options:
         """
         return cls(
             iterations=iterations, ends_early=False, collects_known_sizes=True, first_counts=False, forwards=2,
-            exact_bytes=False, checks_peak=False, corrects=False, reserve=reserve, interval=interval,
+            exact_bytes=False, checks_peak=False, corrects=False, reserve=reserve, interval=interval, similar=0.0,
             static_size=static_size, reading=reading or Reading(),
         )  # fmt: skip

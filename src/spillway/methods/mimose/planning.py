@@ -27,6 +27,8 @@ from spillway.methods.mimose.scheduler import select
 from spillway.units import Bytes, Seconds
 
 NOTHING: Final = frozenset[int]()
+NEAR: Final = 0.01
+"""Of a peak: where the rest of a step needs less by a smaller share than was expected, plans stay as they are."""
 
 
 class AbstractPlanning(ABC):
@@ -249,8 +251,10 @@ class SimulatedPlanning(AbstractPlanning):
         if not by_part:
             turn = expected.turn + over if over else min(turn, expected.turn)
             rest = expected.rest + over if over else min(rest, expected.rest)
-        changed = self._turn.bound(step.size, turn, proven=turn > expected.turn)
-        return self._rest.bound(step.size, rest, proven=rest > expected.rest) or changed or over > 0
+        self._turn.bound(step.size, turn, proven=turn > expected.turn)
+        self._rest.bound(step.size, rest, proven=rest > expected.rest)
+        less = max(expected.turn - self._turn.at(step.size), expected.rest - self._rest.at(step.size))
+        return over > 0 or turn > expected.turn or rest > expected.rest or less > NEAR * step.peak
 
     @property
     def ready(self) -> bool:
@@ -288,6 +292,22 @@ class SimulatedPlanning(AbstractPlanning):
             projected=projected,
             available=available,
             seconds=seconds,
+            smallest=min(map(forecast.saved.__getitem__, chosen), default=0),
+        )
+
+    def looked_at(self, plan: BlockPlan) -> BlockPlan | None:
+        """A plan that was made, with the bytes that it is expected to need by what is known now, and as much more or
+        less for it as those are more or less. None where the model has other blocks since."""
+        forecast = self.forecast(plan.size)
+        chosen = plan.given_up
+        if len(plan.actions) != len(forecast.saved):
+            return None
+        margin = 0 if plan.size in self._corrected or len(chosen) == len(plan.actions) else self._margin
+        projected = highest(forecast, chosen, limits(forecast)) + margin
+        return replace(
+            plan,
+            projected=projected,
+            available=plan.available + projected - plan.projected,
             smallest=min(map(forecast.saved.__getitem__, chosen), default=0),
         )
 

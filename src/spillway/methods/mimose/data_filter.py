@@ -1,7 +1,7 @@
-"""The data filter of Fig. 12: which measurements of nested modules say what the module saves.
+"""The data filter of Fig. 12: which measurements of blocks say what the block saves.
 
-Spillway's engine measures blocks alone, and none that runs under a checkpoint, so that it has nothing to filter. Here
-the filter is held to the three cases of the figure, and to the counters of the public code, by `tests/pure`.
+Only the published collector needs it (`Options.forwards`): a block that is called within another one runs within both
+forwards of that, and its own second one makes the bytes of the outer first forward too few.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import final
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleCall:
-    """One call of a module while blocks are measured."""
+    """One forward of a block while blocks are measured."""
 
     name: str
-    """Of the module."""
+    """Of the block."""
     inside: int | None
-    """The call that made it, by its place in the record; None at the top."""
+    """The forward that called it, by its place in the record; None at the top."""
     checkpointed: bool
-    """Whether it ran under a checkpoint, so that it saved nothing."""
+    """Whether it ran under a checkpoint, so that it saved nothing: the second of its two forwards."""
 
 
 def valid_calls(record: Sequence[ModuleCall]) -> list[bool]:

@@ -22,13 +22,15 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any, Final, Self, final
+from typing import Any, Final, Required, Self, TypedDict, Unpack, final
 
 import torch
 from torch._compile import _disable_dynamo
 
 from spillway.errors import BudgetInfeasible, UsageError
-from spillway.session import Session, manage
+from spillway.methods import AbstractPlanner, AbstractPolicy
+from spillway.methods.by_block import AbstractBlockMethod
+from spillway.session import BlockOptions, ReportOptions, Session, SpillOptions, manage
 from spillway.session.inputs import Models, Optimizers, several, unwrapped
 
 _ALONE: Final = 3
@@ -50,8 +52,18 @@ class _Deaf:
     _forward_ended = _forward_begins
 
 
+class ManageOptions(TypedDict, total=False):
+    """What `spillway.manage` takes beside the model and the optimizer."""
+
+    budget: Required[int | str | None]
+    method: str | AbstractPolicy | AbstractPlanner | AbstractBlockMethod
+    spill: SpillOptions
+    blocks: BlockOptions
+    report: ReportOptions
+
+
 @final
-class FoundSteps:
+class AutomaticSteps:
     """A session whose steps begin and end by themselves. A context manager that closes it.
 
     Arguments:
@@ -70,12 +82,12 @@ class FoundSteps:
         optimizer: Optimizers,
         *,
         when_ended: Callable[[Session], None] | None = None,
-        **options: Any,
+        **options: Unpack[ManageOptions],
     ) -> None:
         models: list[torch.nn.Module] = several(model, torch.nn.Module)
         optimizers: list[torch.optim.Optimizer] = [unwrapped(one) for one in several(optimizer, torch.optim.Optimizer)]
         if not optimizers:
-            raise UsageError("The end of a step is found by its update: give FoundSteps the optimizer as well.")
+            raise UsageError("The end of a step is found by its update: give AutomaticSteps the optimizer as well.")
         self.session: Session = manage(models, optimizers, **options)
         """With `history`, one report per step."""
         self._when_ended = when_ended
