@@ -331,8 +331,8 @@ def test_without_a_limit_what_ran_is_what_fits(read: Read) -> None:
 KEYS = [
     "network", "hardware", "method", "layers", "hidden", "precision", "source", "limit_bytes", "alpha", "beta", "gamma",
     "delta", "r_memory", "r_time", "intervals", "small_batches", "own_limit_bytes", "score", "point", "predicted_batch",
-    "predicted_throughput", "taken_batch", "taken_throughput", "measured_batch", "measured_throughput", "by_score",
-    "by_ratio", "by_fragments", "sure", "verdict", "warnings",
+    "predicted_throughput", "predicted_throughput_range", "taken_batch", "taken_throughput", "measured_batch",
+    "measured_throughput", "by_score", "by_ratio", "by_fragments", "sure", "verdict", "warnings",
 ]  # fmt: skip
 
 
