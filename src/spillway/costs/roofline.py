@@ -192,7 +192,7 @@ def work_of(step: Step, op: Op) -> Work:
             return work._replace(channels=channels)
         case (products, rows, columns, inner):
             return work._replace(products=products, rows=rows, columns=columns, inner=inner)
-        case (_, _, _, _, _, _, _, _) as shape:
+        case (_, _, _, _, _, _, _, _) as shape if kind not in (OpKind.DEPTHWISE, OpKind.DEPTHWISE_BACKWARD):
             there = Convolution(*shape)
             window, groups = there.height * there.width, max(there.groups, 1)
             return work._replace(
