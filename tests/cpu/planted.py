@@ -110,6 +110,30 @@ RIGHT: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
             "milliseconds": {"24": 0.9, "100": 4.5},
             "random": {"counts": dict.fromkeys(_COUNTS, 0), "most": {}},
         },
+        "simulated": {
+            "rows": [
+                {
+                    "workload": "w",
+                    "method": "delta",
+                    "share": 0.5,
+                    "of_extra": 1.1,
+                    "peak": 1 << 30,
+                    "simulated_peak": 1 << 30,
+                    "moves": 40,
+                    "simulated_moves": 41,
+                    "drops": 20,
+                    "simulated_drops": 19,
+                    "returns": 50,
+                    "simulated_returns": 52,
+                }
+            ]
+        },
+        "optimum": {
+            "rows": [
+                {"ops": ops, "infeasible": False, "bound": 1.1, "checkmate": 1.15, "best": 1.2, "gap": 0.05}
+                for ops in (500, 2000)
+            ]
+        },
         "gpu": {
             "rows": [
                 {"model": "resnet50", "batch": 128, "method": "plain", "peak": 200, "seconds": 1.0},
@@ -236,7 +260,14 @@ PLANTED: Final[Mapping[str, list[Plant]]] = MappingProxyType(
         ],
         "op_audit": [plant("programs that are wrong", wrong=one_more)],
         "modelled": [plant(".*", modelled=WORSE)],
-        "simulated": [plant("simulated overhead.*", of_real=WORSE), plant("bytes between.*", simulated_peak=WORSE)],
+        "simulated": [
+            plant("simulated extra seconds.*", of_extra=WORSE), plant("bytes between.*", simulated_peak=WORSE),
+            *(plant(f"simulated {name}.*", **{f"simulated_{name}": WORSE}) for name in ("drops", "moves", "returns")),
+        ],
+        "optimum": [
+            plant(".*faster than Checkmate", best=1.0), plant(".*faster than the bound", bound=WORSE),
+            plant("Checkmate's gap.*", gap=WORSE),
+        ],
         "auto_planner": [
             plant("points over the bound, .*", instances=in_each("first_gap", 100.0)),
             plant("points over the bound once polished.*", instances=in_each("polish_gap", 100.0)),
