@@ -265,7 +265,7 @@ def test_torch_is_given_memory_as_its_allocators_are(driver: Path) -> None:
 def test_what_is_missing_is_named(driver: Path) -> None:
     with pytest.raises(NativeError, match="CUDA device 40 has no virtual addressing: the driver's library is missing"):
         DeviceArena(40, driver="libnowhere.so.1")
-    with pytest.raises(NativeError, match=r"cuInit is missing\.$"):
+    with pytest.raises(NativeError, match=r"(?m)cuInit is missing\.$"):
         DeviceArena(41, driver="libm.so.6")
     with pytest.raises(NativeError, match="neither may be negative"):
         DeviceArena(42, chunk=-1)

@@ -226,7 +226,7 @@ def test_the_checksum_does_not_care_where_the_content_lies() -> None:
 def test_a_file_that_changed_behind_our_back_is_noticed(tier: DiskTier) -> None:
     slot = write(tier, content(50_000))
     damage(tier, slot.offset + 49_999)
-    with pytest.raises(SpillCorruptedError, match=r"changed since they were written; check the disk under .*\.$"):
+    with pytest.raises(SpillCorruptedError, match=r"(?m)changed since they were written; check the disk under .*\.$"):
         read(tier, slot)
 
 
@@ -241,7 +241,7 @@ def test_a_file_that_changed_between_steps_is_noticed(tier: DiskTier) -> None:
 def test_a_file_that_ends_too_early_is_noticed(tier: DiskTier) -> None:
     slot = write(tier, content(50_000))
     os.ftruncate(tier._file, slot.offset + 10_000)
-    with pytest.raises(SpillCorruptedError, match=r"^The spill file ends 39\.06 KiB too early\.$"):
+    with pytest.raises(SpillCorruptedError, match=r"(?m)^The spill file ends 39\.06 KiB too early\.$"):
         read(tier, slot)
 
 
@@ -364,7 +364,7 @@ def test_a_directory_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> N
     # Root may write anywhere but in a file system that has no files of its own.
     directory = Path("/proc") if os.geteuid() == 0 else tmp_path
     tmp_path.chmod(0o500)
-    with pytest.raises(SpillDirectoryError, match=rf"^The spill directory {directory} cannot be used: .*\.$"):
+    with pytest.raises(SpillDirectoryError, match=rf"(?m)^The spill directory {directory} cannot be used: .*\.$"):
         DiskTier(directory)
 
 
