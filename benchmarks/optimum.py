@@ -89,8 +89,9 @@ def _told(row: Row) -> str:
     return f"bound {bound:.4f}, checkmate {ours:.4f}, {row['heuristic']} {best:.4f}"
 
 
-def checks(rows: Sequence[Row]) -> list[Check]:
+def _checks(result: Result) -> list[Check]:
     """What no row may have, and how far Checkmate may be from the bound."""
+    rows = result.rows
     feasible = [row for row in rows if not row["infeasible"]]
 
     def fastest(row: Row, *keys: str) -> float:
@@ -136,7 +137,7 @@ NOTES: Final = (
 BENCHMARK: Final = Benchmark(
     name="optimum",
     run=run,
-    judge=lambda result: checks(result.rows),
+    judge=_checks,
     full=Size(
         workloads=(
             ("resnet", {}), ("resnet50", {}), ("bert-base", {"batch": 16, "length": 512}),
