@@ -301,6 +301,7 @@ PLANTED: Final[Mapping[str, list[Plant]]] = MappingProxyType(
         "device_arena": [plant(".*given / in use", over=WORSE)],
         "mimose_planning": [
             plant("microseconds .*", seconds=WORSE), plant("a step .*", ratio=WORSE),
+            plant("what collecting adds.*", adds=0.9), plant(".*plans kept.*", kept=WORSE),
         ],
         "convergence": [
             plant(".*losses that differ.*", differing=one_more),
