@@ -281,7 +281,7 @@ def _of_verdicts(name: str, rows: Sequence[Row], *, pays: bool) -> Iterator[Chec
         if pays:
             yield Check(
                 what=f"{name}: plain training at its fastest over the fastest method at the batch to take",
-                measured=plain["fastest"] / max([one["taken"] for one in others] or [1e-9]), at_most=PAYS,
+                measured=plain["fastest"] / max([1e-9, *(one["taken"] for one in others)]), at_most=PAYS,
             )  # fmt: skip
 
 
