@@ -138,9 +138,8 @@ BENCHMARK: Final = Benchmark(
     run=run,
     full=Size(
         workloads=(
-            ("stdlib-lm", {}), ("resnet", {}), ("bert-small", {}), ("gpt-small", {}), ("resnet50", {}),
-            ("deep-narrow", {"layers": 100}), ("deep-narrow", {}), ("bert-base", {"batch": 16, "length": 512}),
-            ("gpt2", {}), ("swin", {}),
+            ("resnet", {}), ("resnet50", {}), ("bert-base", {"batch": 16, "length": 512}),
+            ("deep-narrow", {"layers": 100}), ("gpt-small", {}), ("bert-small", {}), ("stdlib-lm", {}),
         ),
         shares=(0.8, 0.65, 0.5, 0.35),
     ),

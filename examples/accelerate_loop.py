@@ -9,19 +9,16 @@ Without Spillway this is the same script less the import that is marked, with `a
 from __future__ import annotations
 
 import argparse
-from itertools import islice
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LinearLR
 from torch.utils.data import DataLoader
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from spillway.integrations.accelerate import prepare  # the first line
-from spillway.workloads.stdlib_text import VOCABULARY, clipped, functions
+from spillway.workloads.stdlib_text import VOCABULARY, collated, samples
 
 
 def model_of(layers: int = 4, width: int = 128) -> GPT2LMHeadModel:
@@ -31,17 +28,6 @@ def model_of(layers: int = 4, width: int = 128) -> GPT2LMHeadModel:
         vocab_size=VOCABULARY, n_positions=512, n_embd=width, n_layer=layers, n_head=4, bos_token_id=0, eos_token_id=0
     )
     return GPT2LMHeadModel(config)
-
-
-def samples(count: int, *, longest: int = 256) -> list[Tensor]:
-    """So many functions of the standard library, each at its natural length."""
-    return [torch.tensor(list(clipped(text, longest))) for text in islice(functions(seed=0), count)]
-
-
-def collated(rows: list[Tensor]) -> dict[str, Tensor]:
-    """A batch is as long as the longest of its functions, so that sizes change from step to step."""
-    labels = pad_sequence(rows, batch_first=True, padding_value=-100)
-    return {"input_ids": labels.clamp(min=0), "attention_mask": (labels >= 0).long(), "labels": labels}
 
 
 def main() -> None:

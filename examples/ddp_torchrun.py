@@ -4,7 +4,7 @@ the standard library, byte by byte, replicated by DistributedDataParallel or sha
 torchrun --nproc-per-node 2 examples/ddp_torchrun.py --budget 160MiB
 torchrun --nproc-per-node 2 examples/ddp_torchrun.py --shard --budget 160MiB
 
-Without Spillway this is the same script less the lines that are marked, with the same losses.
+Without Spillway this is the same script less the two lines that are marked, with the same losses.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.rnn import pad_sequence
 
-import spillway  # the first line
+from spillway.integrations.automatic_steps import AutomaticSteps  # the first line
 from spillway.workloads.stdlib_text import PAD, VOCABULARY, clipped, functions
 
 
@@ -58,7 +58,7 @@ def loss_of(model: nn.Module, text: Tensor) -> Tensor:
 
 
 def main() -> None:
-    """Train, and print what every step of this rank took."""
+    """Train, and print the losses of this rank."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--budget", default="160MiB", help="of each rank")
     parser.add_argument("--method", default="auto")
@@ -80,15 +80,13 @@ def main() -> None:
         model = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     torch.manual_seed(1 + rank)
-    with spillway.manage(model, optimizer, budget=chosen.budget, method=chosen.method) as memory:  # the second line
+    with AutomaticSteps(model, optimizer, budget=chosen.budget, method=chosen.method):  # the second line
         for number, text in enumerate(batches(chosen.steps, rank, device)):
-            with memory.step(text):  # the third
-                loss = loss_of(model, text)
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            took = memory.history[-1]
-            print(f"rank {rank}, step {number}: loss {loss.item():.6f}, peak {took.peak_bytes} bytes", flush=True)
+            loss = loss_of(model, text)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            print(f"rank {rank}, step {number}: loss {loss.item():.6f}", flush=True)
     dist.destroy_process_group()
 
 

@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from itertools import islice
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from spillway.integrations.lightning import SpillwayCallback  # the first line
-from spillway.workloads.stdlib_text import VOCABULARY, clipped, functions
+from spillway.workloads.stdlib_text import VOCABULARY, collated, samples
 
 
 class LanguageModel(pl.LightningModule):
@@ -58,17 +56,6 @@ class LanguageModel(pl.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
-
-
-def samples(count: int, *, longest: int = 256) -> list[Tensor]:
-    """So many functions of the standard library, each at its natural length."""
-    return [torch.tensor(list(clipped(text, longest))) for text in islice(functions(seed=0), count)]
-
-
-def collated(rows: list[Tensor]) -> dict[str, Tensor]:
-    """A batch is as long as the longest of its functions, so that sizes change from step to step."""
-    labels = pad_sequence(rows, batch_first=True, padding_value=-100)
-    return {"input_ids": labels.clamp(min=0), "attention_mask": (labels >= 0).long(), "labels": labels}
 
 
 def main() -> None:

@@ -9,36 +9,38 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from itertools import islice
 from typing import Any
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
 
 from spillway.integrations.transformers import SpillwayCallback  # the first line
-from spillway.workloads.stdlib_text import VOCABULARY, clipped, functions
+from spillway.workloads import stdlib_text
 
 
 def model_of(layers: int = 4, width: int = 128) -> GPT2LMHeadModel:
     """A GPT-2 that reads bytes, with random weights."""
     set_seed(0)
     config = GPT2Config(
-        vocab_size=VOCABULARY, n_positions=512, n_embd=width, n_layer=layers, n_head=4, bos_token_id=0, eos_token_id=0
+        vocab_size=stdlib_text.VOCABULARY,
+        n_positions=512,
+        n_embd=width,
+        n_layer=layers,
+        n_head=4,
+        bos_token_id=0,
+        eos_token_id=0,
     )
     return GPT2LMHeadModel(config)
 
 
 def samples(count: int, *, longest: int = 256) -> list[dict[str, list[int]]]:
     """So many functions of the standard library, each at its natural length."""
-    return [{"input_ids": list(clipped(text, longest))} for text in islice(functions(seed=0), count)]
+    return [{"input_ids": text.tolist()} for text in stdlib_text.samples(count, longest=longest)]
 
 
 def collated(rows: list[dict[str, list[int]]]) -> dict[str, Any]:
     """A batch is as long as the longest of its functions, so that sizes change from step to step."""
-    texts = [torch.tensor(row["input_ids"]) for row in rows]
-    labels = pad_sequence(texts, batch_first=True, padding_value=-100)
-    return {"input_ids": labels.clamp(min=0), "attention_mask": (labels >= 0).long(), "labels": labels}
+    return stdlib_text.collated([torch.tensor(row["input_ids"]) for row in rows])
 
 
 def main() -> None:

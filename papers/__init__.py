@@ -40,6 +40,7 @@ PAPERS: Final = Collection(
         "dynn_training_time": "papers.dynn_offload.training_time",
         "papaya_paper": "papers.papaya.published",
         "papaya_here": "papers.papaya.here",
+        "papaya_pays": "papers.papaya.pays",
         "costs_ops": "papers.costs.costs_ops",
         "costs_plain": "papers.costs.plain_steps",
         "costs_methods": "papers.costs.method_extras",

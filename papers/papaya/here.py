@@ -1,17 +1,20 @@
 """PAPAYA's model on this machine: four small networks under an emulated memory limit, six methods.
 
 For each of them `advise` measures what it measures for anybody. Then every method runs at the batch that is its largest
-by the fit, and what was predicted is held against what was measured.
+by the fit, and what was predicted is held against what was measured. `pays.py` has networks where a method pays.
 
 NOTE: what the line of memory has to meet without a batch is what is there at the moment of the peak and does not grow:
 parameters, optimizer state, buffers, the gradients that are there at that moment, and what ops work with (reordered
 weights, a gradient that is not summed up yet). It is counted storage by storage at the peak of one step whose batch is
 a prime number, of which the bytes of whatever grows with the batch are a multiple. No fit is in it.
+
+A size may be left out of the line of memory for one reason alone, whatever its distance from it: its peak is at another
+moment of the step than those on the line, by the gradients that are there then or because the update has begun.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import field
 from math import inf
 from typing import Any, Final
@@ -20,6 +23,7 @@ from benchmarks import columns
 from benchmarks.record import Benchmark, Check, Result, Row, Tell, frozen
 from spillway.advisor.bench import Trial
 from spillway.advisor.campaign import Campaign
+from spillway.advisor.fits import fit_line
 from spillway.advisor.real import AROUND, STEPS, RealBench
 from spillway.advisor.verdict import Row as Advice
 from spillway.advisor.verdict import advise, recommended
@@ -32,7 +36,11 @@ SECONDS: Final = 6.0
 LINEAR: Final = 0.9999
 INTERCEPT: Final = 0.02
 THROUGHPUT: Final = 0.10
-RECOMMENDED: Final = 0.03
+RECOMMENDED: Final = 0.01
+"""Less than the 3 % by which a smaller batch has to be faster to be taken (`verdict.FASTER`): with the same figure here
+the verdict could not miss it."""
+PAYS: Final = 0.95
+"""What plain training may reach of the fastest method's throughput where one is expected to pay."""
 _GROWING: Final = ("activations", "input")
 
 
@@ -42,6 +50,8 @@ class Network:
 
     workload: str
     limit: Bytes
+    pays: bool = False
+    """Whether it is there because a method is expected to pay."""
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -65,6 +75,17 @@ class Size:
 
 
 @frozen
+class LeftOut:
+    """Sizes that ran and that memory was not fitted to."""
+
+    count: int
+    without_reason: int
+    """Those whose peak is at the same moment as that of a size on the line."""
+    r: float | None
+    """Of a line through all sizes that ran; None where it says nothing."""
+
+
+@frozen
 class Tried:
     """A method's prediction and what became of it."""
 
@@ -78,7 +99,7 @@ class Tried:
     """At the batch that is recommended with it, which may be a smaller one that was seen to be faster."""
     fastest: float | None
     """Samples per second of its fastest trial, at whatever size; None if none ran."""
-    left_out: int
+    left_out: LeftOut
     """Sizes that ran and that memory was not fitted to."""
 
     @property
@@ -110,8 +131,11 @@ class Tried:
 def run(size: Size, tell: Tell) -> Result:
     """Every network, method by method."""
     found = {network.workload: _measured(network, size, tell) for network in size.networks}
-    rows = [_row(name, one) for name, tried in found.items() for one in tried]
-    facts = {"behind": {name: behind_of(tried) for name, tried in found.items()}}
+    rows = [_row(name, one, tried[0]) for name, tried in found.items() for one in tried]
+    facts = {
+        "behind": {name: behind_of(tried) for name, tried in found.items()},
+        "pays": [network.workload for network in size.networks if network.pays],
+    }
     return Result(title=TITLE, columns=COLUMNS, rows=rows, facts=facts, notes=NOTES)
 
 
@@ -137,14 +161,32 @@ def pairs(advice: Advice) -> list[tuple[str, int]]:
     return [(advice.method, size) for size in dict.fromkeys(sizes)]
 
 
-def _before(campaign: Campaign, advice: Advice) -> tuple[Trial | None, int]:
+def left_out(trials: Mapping[int, Trial], on_line: Collection[int]) -> LeftOut:
+    """Of the trials of a method, with the sizes that memory is fitted to."""
+    peaks = {size: float(trial.peak) for size, trial in trials.items() if trial.peak is not None}
+    moments = {_moment(trials[size]) for size in on_line}
+    off = [size for size in peaks if size not in on_line]
+    return LeftOut(
+        count=len(off), without_reason=sum(_moment(trials[size]) in moments for size in off),
+        r=fit_line(peaks).r if len(peaks) > 1 else None,
+    )  # fmt: skip
+
+
+def _moment(trial: Trial) -> tuple[Bytes, bool]:
+    """Of its peak: bytes of gradients that are there, and whether the update has begun."""
+    updates = trial.before_update is not None and trial.peak is not None and trial.before_update < trial.peak
+    return trial.by_kind.get("gradients", 0), updates
+
+
+def _before(campaign: Campaign, advice: Advice) -> tuple[Trial | None, LeftOut]:
     """What a method has at the peak of a prime batch, and the sizes left out of its line, before it runs again."""
     samples = campaign.samples(advice.method)
+    others = left_out(campaign.trials[advice.method], samples.peaks)
     if advice.predicted is None:
-        return None, len(samples.off_line)
+        return None, others
     prime = prime_between(min(samples.peaks), max(samples.peaks))
     at_peak = campaign.trials[advice.method].get(prime) or campaign.measure(advice.method, prime)
-    return at_peak, len(samples.off_line)
+    return at_peak, others
 
 
 def _again(campaign: Campaign, pairs: Sequence[tuple[str, int]], rounds: int, tell: Tell) -> None:
@@ -179,13 +221,13 @@ def _seconds(trial: Trial) -> Seconds:
     return inf if trial.seconds is None else trial.seconds
 
 
-def _tried(network: Network, campaign: Campaign, advice: Advice, at_peak: Trial | None, left_out: int) -> Tried:
+def _tried(network: Network, campaign: Campaign, advice: Advice, at_peak: Trial | None, others: LeftOut) -> Tried:
     trials, fastest = campaign.trials[advice.method], campaign.samples(advice.method).fastest
     return Tried(
         network=network, advice=advice, at_peak=at_peak,
         there=None if advice.predicted is None else trials[advice.predicted.size],
         taken=None if advice.taken is None else trials[advice.taken.size],
-        fastest=None if fastest is None else fastest[1], left_out=left_out,
+        fastest=None if fastest is None else fastest[1], left_out=others,
     )  # fmt: skip
 
 
@@ -198,6 +240,7 @@ def prime_between(low: int, high: int) -> int:
 def _checks(result: Result) -> Iterator[Check]:
     for name, behind in result.facts["behind"].items():
         rows = [row for row in result.rows if row["network"] == name]
+        yield from _of_verdicts(name, rows, pays=name in result.facts.get("pays", ()))
         yield Check(
             what=f"{name}: of {len(rows)} methods those of which nothing was predicted, or that did not fit there",
             measured=sum(row["measured"] is None for row in rows)
@@ -224,6 +267,24 @@ def behind_of(tried: Sequence[Tried]) -> dict[str, float]:
     }  # fmt: skip
 
 
+def _of_verdicts(name: str, rows: Sequence[Row], *, pays: bool) -> Iterator[Check]:
+    """Of what results that were kept longer ago do not tell there is no check."""
+    if any("without_reason" in row for row in rows):
+        yield Check(
+            what=f"{name}: sizes left out of a line whose peak is at the same moment as those on it",
+            measured=sum(row["without_reason"] for row in rows),
+        )  # fmt: skip
+    if any("taken" in row for row in rows):
+        plain, *others = [row for row in rows if row["taken"] is not None]
+        wrong = [one for one in others if one["said"] != (one["taken"] >= plain["taken"])]
+        yield Check(what=f"{name}: methods that pay and are not said to, or the other way round", measured=len(wrong))
+        if pays:
+            yield Check(
+                what=f"{name}: plain training over the fastest method, each at the batch to take",
+                measured=plain["taken"] / max((one["taken"] for one in others), default=plain["taken"]), at_most=PAYS,
+            )  # fmt: skip
+
+
 def _largest(tried: Tried) -> float | None:
     return tried.throughput
 
@@ -240,7 +301,7 @@ def behind(tried: Sequence[Tried], speed: Callable[[Tried], float | None], speed
     return 1.0 if mine is None else 1 - mine / max(known for known in speeds if known is not None)
 
 
-def _row(name: str, tried: Tried) -> Row:
+def _row(name: str, tried: Tried, plain: Tried) -> Row:
     advice, fitted = tried.advice, tried.advice.fitted
     best = recommended([advice])
     return {
@@ -249,11 +310,14 @@ def _row(name: str, tried: Tried) -> Row:
         "beta": None if fitted is None else round(fitted.memory.intercept), "constant": tried.constant,
         "intercept_off": tried.intercept_off, "gamma": None if fitted is None else fitted.time.slope,
         "delta": None if fitted is None else fitted.time.intercept,
-        "r_memory": None if fitted is None else fitted.memory.r, "left_out": tried.left_out,
+        "r_memory": None if fitted is None else fitted.memory.r, "left_out": tried.left_out.count,
+        "without_reason": tried.left_out.without_reason, "r_all": tried.left_out.r,
         "r_time": None if fitted is None else fitted.time.r,
         "batch": None if best is None or best.predicted is None else best.predicted.size,
         "predicted": None if best is None or best.predicted is None else best.predicted.throughput,
         "measured": tried.throughput, "fastest": tried.fastest, "off": tried.off, "verdict": advice.verdict,
+        "taken_batch": None if advice.taken is None else advice.taken.size, "taken": _taken(tried),
+        "said": advice.reaches >= plain.advice.reaches,
     }  # fmt: skip
 
 
@@ -264,12 +328,15 @@ COLUMNS: Final = (
     *columns.nbytes(limit="limit", alpha="alpha", beta="beta", constant="there without a batch"),
     *columns.shares(intercept_off="beta off that"),
     *columns.shown("{:.6f}".format, r_memory="R memory"),
-    *columns.text(left_out="sizes left out of it"),
+    *columns.text(left_out="sizes left out of it", without_reason="without a reason"),
+    *columns.shown("{:.4f}".format, r_all="R, all sizes"),
     *columns.seconds(gamma="gamma", delta="delta"),
     *columns.shown("{:.4f}".format, r_time="R time"),
     *columns.text(batch="largest batch"),
     *columns.shown("{:.4g}".format, predicted="samples/s, predicted", measured="measured", fastest="fastest trial"),
     *columns.shares(off="off"),
+    *columns.text(taken_batch="batch to take"),
+    *columns.shown("{:.4g}".format, taken="measured there"),
     *columns.text(verdict="verdict"),
 )  # fmt: skip
 
@@ -280,8 +347,10 @@ NOTES: Final = (
     "limit is emulated: a step whose peak by account is above it counts as out of memory.",
     "There without a batch: parameters, optimizer state, buffers, the gradients that are there at the moment of the "
     "peak, and what ops work with, counted storage by storage at the peak of a step with a prime batch.",
-    "R of memory is that of the sizes on the line of the largest. Sizes left out of it ran as well, and their peak is "
-    "of another moment. The fastest trial is the one with the highest throughput, at any batch that was measured.",
+    "R of memory is that of the sizes on the line of the largest. Sizes left out of it ran as well; that is allowed "
+    "where their peak is at another moment, by the gradients that are there or because the update has begun, and "
+    "otherwise counted as without a reason. R, all sizes: of a line through all that ran. The fastest trial is the one "
+    "with the highest throughput, at any batch that was measured.",
     "swap waits for every copy, as PAPAYA's does; the other two that move let copies run beside compute.",
 )
 

@@ -46,6 +46,8 @@ PUBLISHED: Final[Mapping[str, str]] = {
     "compress-swap": "L4bit-swap", "checkpoint-compress": "L1_ckpt", "dtr": "dtr",
 }  # fmt: skip
 """What the published files call each method."""
+TAKEN_FROM: Final = ("plain", "compress")
+"""Of the published measurements of these are the numbers that `Explained` puts in."""
 HERITAGE: Final = "dtr-eqclass"
 """The heuristic of DTR's prototype."""
 BEYOND: Final = (1.0, 1.1, 1.3, 1.6, 2.0)
@@ -274,9 +276,11 @@ def _checks(result: Result) -> Iterator[Check]:
     rows, linear = result.rows, result.facts["linear"]
     names = list(dict.fromkeys(row["model"] for row in rows))
     taus = [tau for name in names if (tau := kendall(_of(rows, name), "throughput")) is not None]
-    left = [tau for name in names if (tau := kendall(_of(rows, name), "explained_ratio")) is not None]
+    # What the published numbers were taken from that stand in these figures says nothing of them.
+    others = {name: [row for row in _of(rows, name) if row["method"] not in TAKEN_FROM] for name in names}
+    left = [tau for name in names if (tau := kendall(others[name], "explained_ratio")) is not None]
     if taus and left:
-        for what, found in (("with", taus), ("with what is known to differ, and without DTR, with", left)):
+        for what, found in (("with", taus), ("with fixed time and packing put in, of the other methods, with", left)):
             yield Check(
                 what=f"1 less Kendall's tau {what} the published ranking, mean of {len(found)} models",
                 measured=round(1 - fmean(found), 4), at_most=0.3,
@@ -299,15 +303,16 @@ def _checks(result: Result) -> Iterator[Check]:
 
 
 def _notes(name: str, rows: Sequence[Row], answers: Sequence[Advice], explained: Explained) -> Iterator[str]:
-    taus = [kendall(rows, key) for key in ("throughput", "fixed_ratio", "explained_ratio")]
+    taus = [kendall(rows, key) for key in ("throughput", "fixed_ratio")]
+    taus.append(kendall([row for row in rows if row["method"] not in TAKEN_FROM], "explained_ratio"))
     if explained.packing is not None and None not in taus:
         mine = " > ".join(row["method"] for row in rows if row["paper_throughput"])
         paper = sorted((row for row in rows if row["paper_throughput"]), key=lambda row: -row["paper_throughput"])
         told = ", ".join(f"{tau:.2f}" for tau in taus if tau is not None)
         yield (
-            f"{name}: Kendall's tau as simulated, with the published fixed time, and with all that is known to differ: "
-            f"{told}. Published packing takes {explained.packing:.1f} times as long a sample. Here {mine}; published "
-            f"{' > '.join(row['method'] for row in paper)}."
+            f"{name}: Kendall's tau as simulated, with the published fixed time, and with all that is known to differ, "
+            f"this one without plain and compress: {told}. Published packing takes {explained.packing:.1f} times as "
+            f"long a sample. Here {mine}; published {' > '.join(row['method'] for row in paper)}."
         )
     pays = [row.method for row in answers if row.verdict == "pays"]
     yield f"{name}: pays by the simulated model: {', '.join(pays) or 'nothing'}."

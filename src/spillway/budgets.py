@@ -58,12 +58,14 @@ def parse_budget(value: int | str, device_bytes: Bytes) -> Bytes:
 
     Raises BudgetError if it cannot be read, is not positive, or exceeds `device_bytes`.
     """
-    share = _SHARE.fullmatch(value.strip()) if isinstance(value, str) else None
+    text = repr(value) if isinstance(value, float) else value
+    share = _SHARE.fullmatch(text.strip()) if isinstance(text, str) else None
     given = reprlib.repr(value)
-    if share is not None and share["unit"] == "x":
+    part = Fraction(share["number"]) if share is not None else Fraction(0)
+    if share is not None and (share["unit"] == "x" or (not share["unit"] and 0 < part < 1)):
         raise BudgetError(
-            f"{given} is a share of the plain peak, which nobody knows here; write bytes, or a share of the memory, "
-            f"as '80%'."
+            f"{given} is a share of the plain peak, which nobody knows here; write bytes, as '6GiB', or a share of the "
+            f"memory, as '{float(100 * part) if 0 < part < 1 else 80:g}%'."
         )
     of_device = share is not None and share["unit"]
     budget = int(Fraction(share["number"]) * device_bytes / 100) if share and of_device else parse_bytes(value)

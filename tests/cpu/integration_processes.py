@@ -158,6 +158,10 @@ def resumed(kind: str, file: io.BytesIO) -> tuple[Any, torch.optim.Optimizer]:
 
 def train(kind: str, situation: str, method: str | None, budget: int | None) -> dict[str, Any]:
     """What was told, what is there at the end, and the peaks of the session's steps."""
+    if kind.startswith("Lightning"):
+        from tests.cpu import lightning_processes  # which takes seconds, and imports this
+
+        return lightning_processes.train(situation, method, budget)
     model, optimizer = built(kind)
     torch.manual_seed(10 + (dist.get_rank() if dist.is_initialized() else 0))
     told: list[Tensor] = []
@@ -225,6 +229,10 @@ def refused(kind: str, method: str, budgets: list[int], blind: bool = False, clo
     """Trains under a budget for each rank; what each of them raises, and what the next step does. Of models of their
     own the first rank does not train, and waits for the others. Nobody lets go of the process group before all have
     raised something. Who is blind sees no connection of this process; who closes leaves no step by itself."""
+    if kind == "Lightning":
+        from tests.cpu import lightning_processes
+
+        return lightning_processes.refused(method, budgets)
     if blind:
         mock.patch.object(ranks, "_connections", return_value=iter(())).start()
     model, optimizer = built(kind)
@@ -240,13 +248,30 @@ def refused(kind: str, method: str, budgets: list[int], blind: bool = False, clo
                 list(steps(model, optimizer, "", step, range(STEPS)))
         except SpillwayError as error:
             told.append((type(error).__name__, str(error), error.rank))
-    store = default_store()
-    store.set(f"raised {dist.get_rank()}", "")
-    store.wait([f"raised {rank}" for rank in range(dist.get_world_size())], PATIENCE)
+    all_have_raised()
     return {"told": told}
 
 
-ASKED: Final = {"train": train, "forced": forced, "refused": refused}
+def all_have_raised() -> None:
+    """Wait until each rank is here."""
+    store = default_store()
+    store.set(f"raised {dist.get_rank()}", "")
+    store.wait([f"raised {rank}" for rank in range(dist.get_world_size())], PATIENCE)
+
+
+def example(script: str, options: list[str]) -> dict[str, Any]:
+    """What the text of a script prints that begins a process group, and ends it: here there is one."""
+    said = io.StringIO()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(dist, "init_process_group"))
+        stack.enter_context(mock.patch.object(dist, "destroy_process_group"))
+        stack.enter_context(mock.patch.object(sys, "argv", ["example", *options]))
+        stack.enter_context(contextlib.redirect_stdout(said))
+        exec(compile(script, "example", "exec"), {"__name__": "__main__"})
+    return {"said": said.getvalue()}
+
+
+ASKED: Final = {"train": train, "forced": forced, "refused": refused, "example": example}
 
 
 def main(rank: int, world: int, store: str) -> None:

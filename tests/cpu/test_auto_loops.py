@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -172,10 +173,13 @@ def seeded(loop: Loop, manage: Callable[..., Any]) -> list[bytes]:
 LOOPS = [parts_shared, cached_weights, first_without_backward, frozen_at_first, other_budgets, batch_left_out]
 
 
-@pytest.mark.filterwarnings("ignore:This step is entered with no tensor")
 @pytest.mark.parametrize("share", [1.05, 0.55, 0.36])
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda one: one.__name__)
 def test_what_lru_trains_auto_trains_to_the_same_bits(loop: Loop, share: float) -> None:
+    trains_as_lru(loop, share)
+
+
+def trains_as_lru(loop: Loop, share: float) -> None:
     sessions: list[Any] = []
 
     def under(budget: Any, method: str) -> Callable[..., Any]:
@@ -191,6 +195,116 @@ def test_what_lru_trains_auto_trains_to_the_same_bits(loop: Loop, share: float) 
     sessions.clear()
     assert seeded(loop, under(allowed, "auto")) == plain
     assert all(report.peak_bytes <= report.allowed for memory in sessions for report in memory.history)
+
+
+class Other(Layer):
+    """Saves more than the layer in whose place it comes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.wide(x)).sin()
+        return x + self.narrow(torch.relu(hidden) * hidden.sigmoid())
+
+
+def surprises(kind: str) -> Loop:
+    """Four steps as any, and then others: a gradient that is differentiated, in all steps or these; a second forward
+    before the backward; blocks of another class, put there between two steps or within one."""
+
+    def rebuild(model: Net, optimizer: Any) -> None:
+        for number in range(3):
+            model.blocks[number] = Other()
+            optimizer.add_param_group({"params": list(model.blocks[number].parameters())})
+
+    def loop(manage: Callable[..., Any]) -> list[Any]:
+        model = Net()
+        optimizer = torch.optim.Adam(model.parameters())
+        found: list[Any] = []
+        with manage(model, optimizer) as memory:
+            for turn in range(7):
+                late = turn > 3
+                if turn == 4 and kind == "rebuilt":
+                    rebuild(model, optimizer)
+                x = batch().requires_grad_()
+                with memory.step(x):
+                    if turn == 4 and kind == "rebuilt within":
+                        rebuild(model, optimizer)
+                    y = model(x)
+                    loss = (y - x).square().mean()
+                    if kind == "penalty" or (late and kind == "late penalty"):
+                        (slope,) = torch.autograd.grad(y.square().mean(), x, create_graph=True)
+                        loss = loss + slope.norm()
+                    if late and kind == "second forward":
+                        loss = loss + model(x.flip(0)).abs().mean()
+                    loss.backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                found.append(loss.detach())
+        return [*found, *model.state_dict().values()]
+
+    return loop
+
+
+@pytest.mark.filterwarnings("ignore:3 steps of Net have told nothing")
+@pytest.mark.parametrize("share", [0.95, 0.7, 0.5])
+@pytest.mark.parametrize("kind", ["penalty", "late penalty", "second forward", "rebuilt", "rebuilt within"])
+def test_what_nobody_expected_of_a_step_is_no_reason_to_refuse_it(kind: str, share: float) -> None:
+    trains_as_lru(surprises(kind), share)
+
+
+def test_blocks_of_a_rebuilt_model_are_found_and_planned() -> None:
+    model = Net()
+    optimizer = torch.optim.Adam(model.parameters())
+    with spillway.manage(model, optimizer, budget=5 << 20) as memory:
+        list(losses(model, optimizer, memory, 3))
+        model.blocks.append(Layer())
+        optimizer.add_param_group({"params": list(model.blocks[-1].parameters())})
+        list(losses(model, optimizer, memory, 7))
+        assert len(memory.blocks) == 7  # type: ignore[attr-defined]
+        assert memory.history[-1].projected_bytes > 0
+
+
+def test_a_watched_step_whose_blocks_are_recomputed_leaves_all_parameters_free_to_move() -> None:
+    model = Net()
+    optimizer = torch.optim.Adam(model.parameters())
+    with spillway.manage(model, optimizer, budget=3 << 20) as memory:
+        list(losses(model, optimizer, memory, 1))
+    assert memory.history[0].recomputed_blocks == 6
+    assert memory.history[0].escaped == 0
+
+
+@pytest.mark.parametrize("failing", [1, 4])
+@pytest.mark.parametrize("how", ["raises", "no batch"])
+def test_first_steps_that_tell_nothing_are_made_up_for(how: str, failing: int) -> None:
+    model = Net()
+    optimizer = torch.optim.Adam(model.parameters())
+    failing = min(failing, 2) if how == "no batch" else failing
+    with spillway.manage(model, optimizer, budget=5 << 20) as memory:
+        for _ in range(failing):
+            x = batch()
+            with contextlib.suppress(KeyError), memory.step(x if how == "raises" else None):
+                (model(x) - x).square().mean().backward()
+                if how == "raises":
+                    raise KeyError
+                optimizer.step()
+            optimizer.zero_grad()
+        list(losses(model, optimizer, memory, 7))
+        assert isinstance(memory._now, BlockSession)  # type: ignore[attr-defined]
+        assert memory.history[-1].projected_bytes > 0
+
+
+def test_where_no_step_has_a_batch_that_is_said_once() -> None:
+    model = Net()
+    optimizer = torch.optim.Adam(model.parameters())
+    with spillway.manage(model, optimizer, budget=5 << 20) as memory:
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            for _ in range(5):
+                with memory.step():
+                    model(batch()).square().mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+        said = [str(one.message) for one in told]
+        assert sum(one.startswith("3 steps in a row were entered with no tensor") for one in said) == 1
+        assert isinstance(memory._now, TensorSession)  # type: ignore[attr-defined]
 
 
 @pytest.mark.filterwarnings("ignore:What torch.compile made")

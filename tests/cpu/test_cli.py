@@ -145,7 +145,11 @@ def sentence(ended: Ended) -> str:
         ("-5MiB", "A number of bytes cannot be negative, as '-5MiB' is."),
         ("5000 TiB", "A budget of '5000 TiB' is more than the "),
         ("101%", "A budget of '101%' is more than the "),
-        ("0.5x", "'0.5x' is a share of the plain peak, which nobody knows here; write bytes, or a share of the memory"),
+        (
+            "0.5x",
+            "'0.5x' is a share of the plain peak, which nobody knows here; write bytes, as '6GiB', or a share of the "
+            "memory, as '50%'.",
+        ),
     ],
 )
 def test_a_budget_that_makes_no_sense_is_refused_before_anything_runs(

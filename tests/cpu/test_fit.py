@@ -101,6 +101,53 @@ for _ in range(8):
 """
 
 
+LIGHTNING = """
+import os
+import lightning.pytorch as pl
+import torch
+
+
+class Model(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = torch.nn.Sequential(
+            *(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(6))
+        )
+        self.told = []
+
+    def training_step(self, batch, number):
+        loss = (self.net(batch) - batch).square().mean()
+        self.told.append(loss.item())
+        return loss
+
+    def validation_step(self, batch, number):
+        self.net(batch)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+
+
+def batches(rank):
+    return [*torch.randn(6, 1024, 64, generator=torch.Generator().manual_seed(rank))]
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    rank = int(os.environ.get("LOCAL_RANK", 0))  # as Lightning sets it
+    trainer = pl.Trainer(
+        strategy="ddp", devices=2, accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
+    )
+    model = Model()
+    trainer.fit(model, *(torch.utils.data.DataLoader(batches(one), batch_size=None) for one in (rank, 2)))
+    everybody = [None, None]
+    torch.distributed.all_gather_object(everybody, model.told)
+    if rank == 0:
+        print(everybody)
+"""
+
+
 def run(script: Path, *arguments: object, fit: tuple[str, ...] | None = None) -> subprocess.CompletedProcess[str]:
     before = [] if fit is None else ["-m", "spillway", "fit", *fit]
     command = [sys.executable, *before, str(script), *map(str, arguments)]
@@ -167,6 +214,36 @@ def test_what_a_library_trains_is_found(source: str, found: str, tmp_path: Path)
     assert told["steps"] == {"transformers.Trainer": 6, "Accelerate": 4}[found]
     assert told["peak_bytes"] <= 3 << 20
     assert told["lines"][0].startswith("from spillway.integrations.")
+
+
+def test_processes_that_lightning_starts_are_under_the_budget_too(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(LIGHTNING)
+    fitted = run(script, fit=("--budget", "3400KiB", "--json"))
+    assert fitted.returncode == 0, fitted.stderr
+    told = [json.loads(line) for line in fitted.stderr.splitlines() if line.startswith("{")]
+    assert [(one["found"], one["steps"], one["updates"]) for one in told] == [("lightning.Trainer", 6, 6)]
+    assert told[0]["left_bytes"] > 0
+    assert told[0]["peak_bytes"] <= 3400 << 10
+    assert json.loads(fitted.stdout.splitlines()[-1]) == together_in_this_process()
+
+
+def together_in_this_process() -> list[list[float]]:
+    """The losses of the two ranks of LIGHTNING: each step takes the mean of their gradients."""
+    made: dict[str, Any] = {"__name__": "made"}
+    exec(LIGHTNING, made)
+    model, threads = made["Model"](), torch.get_num_threads()
+    torch.set_num_threads(1)
+    optimizer, losses = model.configure_optimizers(), [[], []]
+    for pair in zip(*map(made["batches"], range(2)), strict=True):
+        for rank, batch in enumerate(pair):
+            loss = model.training_step(batch, 0)
+            losses[rank].append(loss.item())
+            (loss / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.set_num_threads(threads)
+    return losses
 
 
 @pytest.mark.parametrize(

@@ -294,6 +294,43 @@ def test_what_makes_no_sense_is_refused_before_anything_is_prepared(wrong: dict[
     assert not accelerator._optimizers
 
 
+@pytest.mark.parametrize("missing", ["model", "optimizer", "its optimizer"])
+def test_who_forgets_one_of_them_is_told_before_anything_is_prepared(missing: str) -> None:
+    accelerator, (model, optimizer) = Accelerator(cpu=True), small()
+    given = {"model": [optimizer], "optimizer": [model], "its optimizer": [model, small()[1]]}[missing]
+    with pytest.raises(UsageError, match="needs a model and the optimizer that updates it among what it prepares"):
+        prepare(accelerator, *given, budget="1GiB")
+    assert not accelerator._models
+    assert not accelerator._optimizers
+
+
+@pytest.mark.parametrize("steps_in", ["a closure", "a wrapper"])
+def test_evaluation_mode_is_told_from_training_where_an_optimizer_calls_and_where_a_wrapper_is_called(
+    steps_in: str,
+) -> None:
+    class Wrapper(nn.Module):
+        def __init__(self, module: nn.Module) -> None:
+            super().__init__()
+            self.module = module
+
+        def forward(self, batch: Tensor) -> Any:
+            return self.module(batch)
+
+    model, optimizer = small()
+    called: Any = model if steps_in == "a closure" else Wrapper(model)
+    called.eval()
+    if steps_in == "a wrapper":
+        model.train()
+    with AutomaticSteps(called, optimizer, budget="1GiB", method="lru") as steps:
+        for batch in batches(3):
+            if steps_in == "a closure":
+                optimizer.step(lambda batch=batch: called(batch).square().mean().backward())  # type: ignore[arg-type]
+            else:
+                step(called, optimizer, batch)
+        # In evaluation mode it is believed from the first update on.
+        assert len(steps.session.history) == (2 if steps_in == "a closure" else 3)
+
+
 def test_a_forward_that_returns_nothing_is_no_failure_where_an_error_is_being_handled() -> None:
     class Losing(torch.nn.Module):
         def __init__(self) -> None:
@@ -322,9 +359,10 @@ def test_a_model_that_is_not_called_is_said_once() -> None:
             said = (
                 pytest.warns(UserWarning, match="no forward of the model") if number == 0 else contextlib.nullcontext()
             )
-            with said:
+            with said as told:
                 model.forward(batch).square().mean().backward()
                 optimizer.step()
+            assert told is None or told[0].filename == __file__
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])

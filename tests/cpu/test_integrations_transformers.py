@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 from trl.trainer import utils as trl_utils
@@ -45,6 +46,8 @@ SMALL: dict[str, Any] = {
 }  # fmt: skip
 OFF: dict[str, Any] = {"bf16": False, "activation_checkpointing": False}
 """What SFTConfig turns on by itself."""
+IN_FRONT = {"log", "get_batch_samples", "training_step", "_evaluate", "_run_epoch", "_finalize_training"}
+"""Methods of a trainer that something stands in front of while it trains."""
 Made = Callable[[str, dict[str, Any], list[TrainerCallback]], Trainer]
 
 
@@ -257,8 +260,7 @@ def test_what_is_raised_in_a_training_comes_out_unharmed_and_nothing_stays(
         trainer.train()
     assert caught.value is raised
     assert not getattr(raised, "__notes__", [])
-    in_front = {"log", "get_batch_samples", "training_step", "_evaluate", "_run_epoch", "_finalize_training"}
-    assert not in_front & set(vars(trainer))
+    assert not IN_FRONT & set(vars(trainer))
     assert not any("forward" in vars(part) for part in trainer.model.modules())
     assert callback.memory is not None
     with pytest.raises(SessionError, match="closed"):
@@ -353,18 +355,37 @@ def test_a_session_without_a_budget_keeps_account(tmp_path: Path) -> None:
     assert "spillway_budget_bytes" not in metrics
 
 
-def test_an_evaluation_before_the_first_step_that_fails_closes_the_session(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("event", "opened"), [("on_train_begin", False), ("on_evaluate", False), ("on_epoch_begin", True)]
+)
+def test_what_another_callback_raises_before_the_first_step_leaves_no_session_open(
+    tmp_path: Path, event: str, opened: bool
+) -> None:
     def fails(*args: Any, **kwargs: Any) -> None:
         raise ZeroDivisionError
 
     callback = SpillwayCallback("5MiB")
     options = {"eval_strategy": "steps", "eval_on_start": True}
-    trainer = gpt2(str(tmp_path), options, [callback, Rich("on_evaluate", fails)])
+    trainer = gpt2(str(tmp_path), options, [callback, Rich(event, fails)])
     with pytest.raises(ZeroDivisionError):
         trainer.train()
     assert not any("forward" in vars(part) for part in trainer.model.modules())
-    with pytest.raises(SessionError, match="closed"):
-        callback.memory.begin()
+    assert not _global_optimizer_pre_hooks
+    assert not IN_FRONT & set(vars(trainer))
+    assert (callback.memory is not None) == opened
+    trainer.remove_callback(Rich)
+    trainer.train()
+    assert "on_epoch_begin" not in vars(trainer.callback_handler)
+    assert len(callback.memory.history) == 4  # type: ignore[union-attr]
+
+
+def test_what_makes_no_sense_is_refused_when_the_callback_is_made() -> None:
+    with pytest.raises(TypeError, match="metod"):
+        SpillwayCallback("5MiB", metod="lru")  # type: ignore[call-arg]
+    with pytest.raises(UsageError, match="There is no method 'best'"):
+        SpillwayCallback("5MiB", method="best")
+    with pytest.raises(UsageError, match=r"'0\.5' is a share of the plain peak"):
+        SpillwayCallback("0.5")
 
 
 def test_what_somebody_else_has_put_on_the_trainer_is_there_afterwards(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import spillway
+from spillway.cli.common import write_page
 from spillway.engines.tensors.origins import Origins
 from spillway.ir import Kind, Origin, Timeline, read_run
 from spillway.methods import LRU
@@ -158,7 +160,8 @@ def test_a_page_of_the_block_engine_tells_what_each_block_held_at_the_highest_pe
     torch.manual_seed(0)
     model = nn.Sequential(*(Layer() for _ in range(6)))
     optimizer = torch.optim.Adam(model.parameters())
-    with spillway.manage(model, optimizer, budget="800KiB", method=method) as memory:
+    report = spillway.ReportOptions(run_file=tmp_path / "run.jsonl")
+    with spillway.manage(model, optimizer, budget="800KiB", method=method, report=report) as memory:
         for rows in (64, 128, 96, 160, 128, 64, 160):
             batch = torch.randn(rows, 64)
             with memory.step(batch):
@@ -175,4 +178,9 @@ def test_a_page_of_the_block_engine_tells_what_each_block_held_at_the_highest_pe
     assert all(one.line.endswith(f"test_origins.py:{FIRST}") for one in told.blocks)
     assert all((one.held_bytes == 0) is ("recompute" in one.action) for one in told.blocks)
     assert told.start_bytes + sum(one.held_bytes for one in told.blocks) <= told.peak_bytes
-    assert "What fills memory, by block" in (tmp_path / "page.html").read_text("utf-8")
+    page = (tmp_path / "page.html").read_text("utf-8")
+    assert "What fills memory, by block" in page
+    # What blocks held stands in the run file as well, and so on pages that are made of it.
+    write_page(tmp_path / "other.html", tmp_path / "run.jsonl", {})
+    table = re.compile(r"<h2>What fills memory, by block</h2>.*?</table>", re.DOTALL)
+    assert table.findall(page) == table.findall((tmp_path / "other.html").read_text("utf-8")) != []

@@ -145,14 +145,38 @@ def test_an_optimizer_that_does_not_fit_at_once_does_not_end_the_step(fused: boo
     assert all(report.ops for report in memory.history)
 
 
-def test_what_is_refused_in_the_middle_of_a_step_is_paged_the_next_time() -> None:
-    """A second forward is larger than the first, of which nobody was told when the step could still be paged."""
-
-    def run(training: Training, memory: BlockSession | None, turns: int) -> list[Any]:
+def test_a_second_forward_that_does_not_fit_is_watched_from_there_on() -> None:
+    def run(training: Training, memory: BlockSession | None) -> list[Any]:
         few, many = training.batch(SMALL), training.batch(LARGE)
-        for _ in range(turns):
+        torch.manual_seed(3)
+        for _ in range(2):
             with contextlib.nullcontext() if memory is None else memory.step(few):
                 (training.model(few).mean() + training.model(many).square().mean()).backward()
+                training.optimizer.step()
+                training.optimizer.zero_grad()
+        return training.state()
+
+    training = Training()
+    with managed(training, page=True) as memory:
+        found = run(training, memory)
+    assert run(Training(), None) == found
+    assert all(report.ops and report.peak_bytes <= BUDGET for report in memory.history)
+
+
+def test_what_is_refused_in_the_middle_of_a_step_is_paged_the_next_time() -> None:
+    """A backward takes more than anybody could be told of."""
+
+    def much(gradient: Tensor) -> Tensor:
+        held = [torch.ones(1 << 20) for _ in range(6)]
+        return gradient + 0 * held[-1].sum()
+
+    def run(training: Training, memory: BlockSession | None, turns: int) -> list[Any]:
+        x = training.batch(SMALL)
+        for _ in range(turns):
+            with contextlib.nullcontext() if memory is None else memory.step(x):
+                y = training.model(x)
+                y.register_hook(much)
+                y.square().mean().backward()
                 training.optimizer.step()
                 training.optimizer.zero_grad()
         return training.state()

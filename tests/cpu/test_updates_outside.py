@@ -32,8 +32,9 @@ def test_an_update_outside_is_said_once(method: str) -> None:
         training.optimizer.step()
         with memory.step(BATCH):
             forward_and_backward(training)
-        with pytest.warns(UserWarning, match=OUTSIDE):
+        with pytest.warns(UserWarning, match=OUTSIDE) as said:
             training.optimizer.step()
+        assert said[0].filename == __file__
         for _ in range(2):
             with memory.step(BATCH):
                 forward_and_backward(training)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from spillway.advisor.measurements import MB, Experiment, read_measurements
+from spillway.advisor.measurements import MB, Experiment, Samples, read_measurements
 from spillway.advisor.model import Cost
 from spillway.advisor.verdict import Row, advise, as_measured, default_limit, fit, judge, recommended, sentence
 from spillway.cli import main
@@ -331,8 +331,8 @@ def test_without_a_limit_what_ran_is_what_fits(read: Read) -> None:
 KEYS = [
     "network", "hardware", "method", "layers", "hidden", "precision", "source", "limit_bytes", "alpha", "beta", "gamma",
     "delta", "r_memory", "r_time", "intervals", "small_batches", "own_limit_bytes", "score", "point", "predicted_batch",
-    "predicted_throughput", "taken_batch", "taken_throughput", "measured_batch", "measured_throughput", "by_score",
-    "by_ratio", "by_fragments", "sure", "verdict", "warnings",
+    "predicted_throughput", "predicted_throughput_range", "taken_batch", "taken_throughput", "measured_batch",
+    "measured_throughput", "by_score", "by_ratio", "by_fragments", "sure", "verdict", "warnings",
 ]  # fmt: skip
 
 
@@ -446,3 +446,66 @@ def test_the_memory_of_dtr_is_warned_of(published: list[Experiment]) -> None:
     warned = " ".join(by_method(advise(there, 12_800 * MB))["dtr"].warnings)
     assert "The memory is not linear in the batch: R is 0.847" in warned
     assert "differ by up to 2.02 times" in warned
+
+
+# Without lines
+
+
+def without_lines(
+    plain: dict[int, float], other: dict[int, float], *, failed: int | None = None, plain_failed: int | None = None
+) -> Row:
+    """The row of a method, with times alone, seconds by batch; the batch that found no memory."""
+    samples = Samples(seconds=other, failed=set() if failed is None else {failed})
+    base = Samples(seconds=plain, failed=set() if plain_failed is None else {plain_failed})
+    there = Experiment(
+        hardware="gpu", network="net", layers="", hidden="", precision="", source="",
+        methods={"exact": base, "ckpt": samples},
+    )  # fmt: skip
+    return by_method(advise(there, 10**9))["ckpt"]
+
+
+def test_of_methods_without_lines_the_one_that_is_faster_at_its_largest_batch_pays() -> None:
+    row = without_lines({4: 1.0}, {4: 1.2, 16: 3.0}, plain_failed=8)
+    assert (row.verdict, row.sure, row.predicted) == ("pays", None, None)
+    assert row.warnings[-1] == (
+        "There are no lines to compare: the verdict is by the largest batches that ran, 5.333 samples/s at 16 and "
+        "plain training's 4 at 4."
+    )
+    assert without_lines({4: 1.0}, {16: 3.0}).warnings[-1].endswith("at 4, of which no larger one was tried.")
+
+
+@pytest.mark.parametrize(
+    ("other", "failed", "verdict"),
+    [
+        ({16: 5.0}, None, "unknown"),  # a larger batch might be faster
+        ({16: 5.0}, 32, "does not pay"),
+        ({8: 1.9, 16: 5.0}, 32, "unknown"),  # a smaller one is
+        ({16: 4.0}, 32, "pays"),
+    ],
+)
+def test_what_is_slower_without_lines_does_not_pay_only_where_its_largest_batch_is_known(
+    other: dict[int, float], failed: int | None, verdict: str
+) -> None:
+    assert without_lines({4: 1.0}, other, failed=failed).verdict == verdict
+
+
+def test_a_method_without_a_line_is_held_against_what_is_foretold_of_plain_training(read: Read) -> None:
+    (there,) = read(*steps("exact", PLAIN))
+    plain = by_method(advise(there, 2200 * MB))["exact"]
+    assert plain.predicted is not None
+    assert plain.predicted.throughput == pytest.approx(37.5)
+    for speed, verdict in ((41, "pays"), (36, "unknown")):
+        (there,) = read(*steps("exact", PLAIN), f",gpu,net,ckpt,60,,,{speed},,,")
+        assert by_method(advise(there, 2200 * MB))["ckpt"].verdict == verdict
+
+
+def test_every_published_method_that_is_faster_at_both_largest_batches_has_that_answer() -> None:
+    verdicts: dict[str, int] = {}
+    for there in read_measurements(shared("data/papaya/measurements_v100.csv")):
+        for row in advise(there, 12_800 * MB):
+            verdicts[row.verdict] = verdicts.get(row.verdict, 0) + 1
+            if row.verdict in ("unknown", "does not pay") and row.fitted is None and "exact" in there.methods:
+                times, base = there.methods[row.method].seconds, there.methods["exact"].seconds
+                if times and base:
+                    assert max(times) / times[max(times)] < max(base) / base[max(base)]
+    assert verdicts == {"plain": 174, "pays": 51, "does not pay": 93, "unknown": 260}

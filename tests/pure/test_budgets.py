@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from spillway.budgets import budget_of_peak, parse_budget, parse_budgets
@@ -81,10 +83,17 @@ def test_there_is_an_end_to_how_many() -> None:
         parse_budgets("0.1..0.5:900,0.6..1.0:900", 10**9, 1)
 
 
-@pytest.mark.parametrize("written", ["0.5x", "0.5 x", "1x"])
-def test_a_share_of_the_plain_peak_is_refused_where_nobody_knows_it(written: str) -> None:
-    with pytest.raises(BudgetError, match="is a share of the plain peak, which nobody knows here; write bytes, or a"):
+@pytest.mark.parametrize(
+    ("written", "instead"),
+    [("0.5x", "50%"), ("0.5 x", "50%"), ("1x", "80%"), ("0.5", "50%"), ("0.125", "12.5%"), (0.7, "70%")],
+)
+def test_a_share_of_the_plain_peak_is_refused_where_nobody_knows_it(written: Any, instead: str) -> None:
+    with pytest.raises(BudgetError) as refused:
         parse_budget(written, device_bytes=10**9)
+    assert str(refused.value) == (
+        f"{written!r} is a share of the plain peak, which nobody knows here; write bytes, as '6GiB', or a share of the "
+        f"memory, as '{instead}'."
+    )
 
 
 def test_a_percentage_is_the_same_share_of_a_device_whether_a_plain_peak_is_known_or_not() -> None:

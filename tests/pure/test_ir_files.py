@@ -18,8 +18,10 @@ from hypothesis import strategies as st
 
 from spillway.errors import FileFormatError
 from spillway.ir import (
+    BlocksAtPeak,
     Change,
     Event,
+    HeldByBlock,
     Kind,
     RunFile,
     RunWriter,
@@ -51,7 +53,7 @@ def report(step: int, **figures: Any) -> StepReport:
 
 REPORTS = [report(0, peak_bytes=90, logged={"loss": 1.5}), report(1, peak_bytes=95, logged={"loss": 1.25})]
 RECORDS: list[dict[str, Any]] = [*({"step": one.to_json()} for one in REPORTS), {"timeline": TIMELINE.to_json()}]
-FULL_HEADER = {"format": "spillway-run", "version": 2, "budget_bytes": 100, "method": "lru"}
+FULL_HEADER = {"format": "spillway-run", "version": 3, "budget_bytes": 100, "method": "lru"}
 
 VERSION_1 = (
     b'{"format":"spillway-run","version":1,"budget_bytes":100,"method":"lru","crc32":"501a39ee"}\n'
@@ -90,7 +92,7 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
 def test_every_line_is_json_that_names_what_it_is(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in written(tmp_path / "run.jsonl").splitlines()]
     assert [set(line) - {"crc32"} for line in lines] == [set(FULL_HEADER), {"step"}, {"step"}, {"timeline"}]
-    assert written(tmp_path / "run.jsonl").startswith(b'{"format":"spillway-run","version":2,"budget_bytes":100,')
+    assert written(tmp_path / "run.jsonl").startswith(b'{"format":"spillway-run","version":3,"budget_bytes":100,')
 
 
 def test_a_loss_that_is_not_a_number_is_kept(tmp_path: Path) -> None:
@@ -130,7 +132,10 @@ def test_a_header_cannot_take_the_names_of_the_format(tmp_path: Path, name: str)
 
 @pytest.mark.parametrize("record", [{}, {"note": 1}, {"step": {}, "timeline": {}}])
 def test_a_record_that_could_not_be_read_is_not_written(tmp_path: Path, record: dict[str, Any]) -> None:
-    with RunWriter(tmp_path / "run.jsonl", HEADER) as run, pytest.raises(ValueError, match="one step or one timeline"):
+    with (
+        RunWriter(tmp_path / "run.jsonl", HEADER) as run,
+        pytest.raises(ValueError, match="one step, one timeline or one of blocks"),
+    ):
         run.append(record)
     assert read_run(tmp_path / "run.jsonl").steps == []
 
@@ -244,9 +249,24 @@ def test_a_foreign_file_is_refused_in_one_sentence(tmp_path: Path, content: byte
     assert "line 1: this is not the first line of a run file: the file is foreign, empty or damaged" in str(error)
 
 
+def test_blocks_are_read_as_they_were_written_and_files_of_version_2_have_none(tmp_path: Path) -> None:
+    block = HeldByBlock(
+        block="layers.0", kind="Layer", line="model.py:7", action="recompute", saved_bytes=90, held_bytes=0
+    )
+    blocks = BlocksAtPeak(step=3, peak_bytes=100, start_bytes=10, blocks=[block])
+    with RunWriter(tmp_path / "run.jsonl", HEADER) as run:
+        run.append({"blocks": blocks.to_json()})
+    assert read_run(tmp_path / "run.jsonl").blocks == blocks
+    with pytest.raises(FileFormatError, match="line 2: "), RunWriter(tmp_path / "run.jsonl", HEADER) as run:
+        run.append({"blocks": blocks.to_json() | {"peak_bytes": -1}})
+        read_run(tmp_path / "run.jsonl")
+    (tmp_path / "run.jsonl").write_bytes(VERSION_1)
+    assert read_run(tmp_path / "run.jsonl").blocks is None
+
+
 def test_a_newer_file_is_refused_with_both_versions(tmp_path: Path) -> None:
-    error = refused(tmp_path / "run.jsonl", b'{"format":"spillway-run","version":3,"sealed":"otherwise"}\n')
-    assert "line 1: written in version 3 of the format, and this Spillway reads up to 2" in str(error)
+    error = refused(tmp_path / "run.jsonl", b'{"format":"spillway-run","version":4,"sealed":"otherwise"}\n')
+    assert "line 1: written in version 4 of the format, and this Spillway reads up to 3" in str(error)
 
 
 def test_a_file_of_version_1_is_read(tmp_path: Path) -> None:

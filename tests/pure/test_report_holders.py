@@ -89,12 +89,12 @@ def steps(number: int, **figures: object) -> list[StepReport]:
 
 
 def test_a_curve_over_all_steps_has_at_most_so_many_columns_and_tells_of_every_step() -> None:
-    assert draw_steps(steps(1), 1, 0, 0) is None
-    drawn = draw_steps(steps(3), 40 << 20, 0, 0)
+    assert draw_steps(steps(1), [1], 0, 0) is None
+    drawn = draw_steps(steps(3), [40 << 20], 0, 0)
     assert drawn is not None
     assert [curve.name for curve in drawn.curves] == ["peak", "time", "loss"]
     assert drawn.told[1] == ["step 1", "peak: 39.00 MiB", "time: 1.25 s", "loss: 5.5625"]
-    many = draw_steps(steps(10 * COLUMNS + 7), 40 << 20, 0, 0)
+    many = draw_steps(steps(10 * COLUMNS + 7), [40 << 20], 0, 0)
     assert many is not None
     assert len(many.told) == COLUMNS
     assert many.told[0][0].startswith("steps 0 to ")
@@ -103,11 +103,11 @@ def test_a_curve_over_all_steps_has_at_most_so_many_columns_and_tells_of_every_s
 
 def test_the_resident_set_above_start_is_drawn_where_it_is_known_and_near() -> None:
     rss = STEP.peak_rss_bytes
-    near = draw_steps(steps(3), 40 << 20, 0, rss - (41 << 20))
+    near = draw_steps(steps(3), [40 << 20], 0, rss - (41 << 20))
     assert near is not None
     assert near.curves[0].resident
     assert "resident set above start: 41.00 MiB" in near.told[0]
-    far = draw_steps(steps(3), 40 << 20, 0, 1)
+    far = draw_steps(steps(3), [40 << 20], 0, 1)
     assert far is not None
     assert not far.curves[0].resident
     text = render(HEADER | {"rss_above_start_bytes": 41 << 20}, steps(3), [])
@@ -115,8 +115,28 @@ def test_the_resident_set_above_start_is_drawn_where_it_is_known_and_near() -> N
     assert "102 % of the budget" in text
 
 
+def test_the_budget_of_every_step_is_drawn_where_it_changed_within_the_run() -> None:
+    changed = [replace(STEP, step=at, allowed=allowed << 20) for at, allowed in enumerate((60, 60, 40, 1 << 42, 80))]
+    header = HEADER | {"budget_bytes": 99 << 20}  # of a session whose budget was set before the first step, or after
+    text = render(header, changed, [])
+    assert "<h1>stdlib-lm under a budget of 60.00 MiB, then 40.00 MiB, then no budget, then 80.00 MiB</h1>" in text
+    assert "99.00 MiB" not in text
+    assert "the budget, which changed within the run" in text
+    drawn = draw_steps(changed, [60 << 20, 40 << 20, 1 << 62, 80 << 20], 0, 0)
+    assert drawn is not None
+    peak = drawn.curves[0]
+    assert peak.budget_y is None
+    assert (peak.budget.count("M"), peak.budget.count("L")) == (2, 2), "a step without a budget breaks the line"
+    assert [[line for line in told if line.startswith("budget")] for told in drawn.told] == [
+        ["budget: 60.00 MiB"], ["budget: 60.00 MiB"], ["budget: 40.00 MiB"], [], ["budget: 80.00 MiB"]
+    ]  # fmt: skip
+    always = render(header, changed[:2], [])
+    assert "under a budget of 60.00 MiB</h1>" in always
+    assert "which changed within the run" not in always
+
+
 def test_a_number_that_is_none_breaks_the_line() -> None:
-    drawn = draw_steps([*steps(2), *steps(1, logged={"loss": float("nan")}), *steps(2)], None, 0, 0)
+    drawn = draw_steps([*steps(2), *steps(1, logged={"loss": float("nan")}), *steps(2)], [], 0, 0)
     assert drawn is not None
     assert drawn.curves[-1].path.count("M") == 2
 

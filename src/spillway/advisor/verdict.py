@@ -250,7 +250,8 @@ def _row(
         there = None if fitted is None else point(fitted.cost, limit)
         return Row(verdict="plain" if fits else "does not fit", point=there, **common)
     if fitted is None or plain is None:
-        return Row(verdict="unknown", **common)
+        seen, why = _as_ran(experiment, samples, plain)
+        return Row(verdict=seen, **common | {"warnings": (*common["warnings"], *why)})
     # By whole batches, which is what can be trained.
     theirs, chance, verdict = plain.best(plain.cost), _chance(plain, fitted), "does not fit"
     if best is not None:
@@ -263,6 +264,33 @@ def _row(
         by_fragments=pays_with_fragments(plain.cost, fitted.cost, limit, **shares),
         sure={"pays": chance, "does not pay": None if chance is None else 1 - chance}.get(verdict), **common,
     )  # fmt: skip
+
+
+def _as_ran(experiment: Experiment, samples: Samples, plain: Fitted | None) -> tuple[Verdict, tuple[str, ...]]:
+    """Where one has no lines: by the largest batches that ran, with a sentence that says so.
+
+    What is faster there pays. What is slower does not if a larger batch of it found no memory, and is not known
+    otherwise; nor is anything of one whose memory was looked at and not seen to grow: larger batches were not tried.
+    """
+    name = plain_name(experiment)
+    theirs = experiment.methods[name] if name else Samples()
+    if not samples.seconds or not theirs.seconds or _is_flat(samples) or _is_flat(theirs):
+        return "unknown", ()
+    size, other = max(samples.seconds), max(theirs.seconds)
+    mine, base = size / samples.seconds[size], other / theirs.seconds[other]
+    foretold = None if plain is None else plain.best(plain.cost)
+    best = max(base, 0.0 if foretold is None else foretold.throughput)
+    if mine < best and not any(failed > size for failed in samples.failed):
+        return "unknown", ()
+    why = (
+        f"There are no lines to compare: the verdict is by the largest batches that ran, {mine:.4g} samples/s at "
+        f"{size} and plain training's {base:.4g} at {other}"
+    )
+    if mine < best:
+        fastest = max(number / seconds for number, seconds in samples.seconds.items())
+        return ("does not pay", (f"{why}.",)) if fastest < best else ("unknown", ())
+    tried = plain is not None or any(failed > other for failed in theirs.failed)
+    return "pays", (f"{why}{'' if tried else ', of which no larger one was tried'}.",)
 
 
 def _best(found: tuple[int, float] | None) -> Best | None:

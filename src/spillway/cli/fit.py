@@ -61,7 +61,8 @@ def fit(
     Options of Spillway stand before the script, the script's own after it. After a few steps, and at the end, it is
     told on standard error what left memory, what that costs, and the two lines that make it permanent; with --json one
     line of JSON there, at the end. Without --budget the training is only watched, and told is which budgets would work.
-    The exit code is the script's. Under torchrun the first process tells, of its own steps.
+    The exit code is the script's. Under torchrun, and where Lightning starts the processes, each has the budget and the
+    first tells, of its own steps.
     """
     resolve(method)
     if budget is not None:
@@ -69,13 +70,16 @@ def fit(
     check_writable(output)
     with naming(script), io.open_code(os.fspath(script)) as file:
         source = file.read()
-    first = os.environ.get("RANK", "0") == "0"  # of the processes that torchrun begins, one tells for all
+    # Of the processes that torchrun or Lightning begins, one tells for all.
+    first = all(os.environ.get(name, "0") == "0" for name in ("RANK", "LOCAL_RANK"))
     told = _Told([os.fspath(script), *(arguments or [])], budget=budget, method=method, silent=json or not first)
     code: str | int | None = 1
     refused: SpillwayError | None = None
     try:
         with ExitStack() as opened:
-            _when_imported("torch", lambda: told.watch(opened, spill_directory))
+            _when_imported("torch", lambda _: told.watch(opened, spill_directory))
+            for library in ("lightning.fabric", "lightning_fabric"):
+                _when_imported(f"{library}.strategies.launchers.subprocess_script", _start_as_this)
             code = _run(script, source, arguments or [])
     except SpillwayError as error:
         refused = error
@@ -259,10 +263,15 @@ def _run(script: Path, source: bytes, arguments: Sequence[str]) -> str | int | N
     return None
 
 
-def _when_imported(name: str, call: Callable[[], None]) -> None:
-    """Call it when a module was imported for the first time; at once if it is there."""
+def _start_as_this(launchers: ModuleType) -> None:
+    """Have Lightning start its other processes with the command of this one, where it would leave `fit` out."""
+    vars(launchers)["_basic_subprocess_cmd"] = lambda: [sys.executable, *sys.orig_argv[1:]]
+
+
+def _when_imported(name: str, call: Callable[[ModuleType], None]) -> None:
+    """Call it with a module when that was imported for the first time; at once if it is there."""
     if name in sys.modules:
-        call()
+        call(sys.modules[name])
     else:
         sys.meta_path.insert(0, _Finder(name, call))
 
@@ -271,7 +280,7 @@ def _when_imported(name: str, call: Callable[[], None]) -> None:
 class _Finder(importlib.abc.MetaPathFinder):
     """Finds one module as all others do, and calls something when it is there."""
 
-    def __init__(self, name: str, call: Callable[[], None]) -> None:
+    def __init__(self, name: str, call: Callable[[ModuleType], None]) -> None:
         self._name, self._call = name, call
         self._asks = False
         """Whether it asks all others."""
@@ -291,7 +300,7 @@ class _Finder(importlib.abc.MetaPathFinder):
             def execute_and_call(module: ModuleType) -> None:
                 execute(module)
                 sys.meta_path.remove(self)
-                self._call()
+                self._call(module)
 
             vars(spec.loader)["exec_module"] = execute_and_call
         return spec

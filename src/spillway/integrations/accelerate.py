@@ -11,21 +11,16 @@ the last. Where steps begin and end is found by `AutomaticSteps`, as its note sa
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any, Final
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Unpack
 
 import torch
 from accelerate import Accelerator  # type: ignore[import-untyped]
 
-from spillway.budgets import parse_budget
 from spillway.errors import UsageError
 from spillway.integrations.automatic_steps import AutomaticSteps
-from spillway.memory.budget import UNLIMITED
-from spillway.methods import AbstractPlanner, AbstractPolicy, resolve
-from spillway.methods.by_block import AbstractBlockMethod
-from spillway.session import BlockOptions, ReportOptions, SpillOptions
+from spillway.session import ManageOptions, check_arguments
 
-_SPILL, _BLOCKS, _REPORT = SpillOptions(), BlockOptions(), ReportOptions()
 _ENDS: Final = ("end_training", "free_memory")
 """Methods of an accelerator after which what it has prepared trains no more."""
 
@@ -34,11 +29,8 @@ def prepare(
     accelerator: Accelerator,
     *objects: Any,
     budget: int | str | None,
-    method: str | AbstractPolicy | AbstractPlanner | AbstractBlockMethod = "auto",
-    spill: SpillOptions = _SPILL,
-    blocks: BlockOptions = _BLOCKS,
-    report: ReportOptions = _REPORT,
     device_placement: list[bool] | None = None,
+    **options: Unpack[ManageOptions],
 ) -> Any:
     """What `accelerator.prepare(*objects)` returns, trained under a memory budget from here on.
 
@@ -51,9 +43,10 @@ def prepare(
         accelerator: Prepares the objects.
         objects: In the order in which they come back; the model and its optimizer have to be among them. Several models
             train in one session where the method allows it, as those of the tensor engine do.
-        budget, method, spill, blocks, report: As for `spillway.manage`; a batch is a tuple of what the model is called
-            with, keyword arguments last.
+        budget: As for `spillway.manage`.
         device_placement: As for `accelerator.prepare`.
+        options: As for `spillway.manage`: method, spill, blocks, report. A batch is a tuple of what the model is called
+            with, keyword arguments last.
 
     Raises:
         UsageError: No model and optimizer that belong together are among the objects, or the accelerator's last session
@@ -66,14 +59,24 @@ def prepare(
             "This accelerator trains under a budget already, and steps of two sessions do not nest: prepare all models "
             "and optimizers in one call, or call accelerator.free_memory() before the next training."
         )
-    resolve(method)  # what makes no sense is refused before the accelerator has anything in its hands
-    if budget is not None:
-        parse_budget(budget, UNLIMITED)
+    # What makes no sense is refused before the accelerator has anything in its hands.
+    check_arguments(budget, **options)
+    _trained_among(objects)
     prepared = accelerator.prepare(*objects, device_placement=device_placement)
-    each = prepared if isinstance(prepared, tuple) else (prepared,)
-    optimizers = [one for one in each if isinstance(one, torch.optim.Optimizer)]
+    models, optimizers = _trained_among(prepared if isinstance(prepared, tuple) else (prepared,))
+    steps = AutomaticSteps(models, optimizers, budget=budget, **options)
+    accelerator.spillway = steps
+    for name in _ENDS:
+        if not isinstance(vars(accelerator).get(name), functools.partial):
+            setattr(accelerator, name, functools.partial(_end, accelerator, getattr(accelerator, name)))
+    return prepared
+
+
+def _trained_among(objects: Sequence[Any]) -> tuple[list[torch.nn.Module], list[torch.optim.Optimizer]]:
+    """The models that an optimizer among them updates, and all optimizers. Raises UsageError without one."""
+    optimizers = [one for one in objects if isinstance(one, torch.optim.Optimizer)]
     updated = {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
-    modules = [one for one in each if isinstance(one, torch.nn.Module)]
+    modules = [one for one in objects if isinstance(one, torch.nn.Module)]
     models = [one for one in modules if any(id(p) in updated for p in one.parameters())]
     if not models:
         raise UsageError(
@@ -81,12 +84,7 @@ def prepare(
             f"{len(modules)} models and {len(optimizers)} optimizers: prepare(accelerator, model, optimizer, loader, "
             f"budget=...)."
         )
-    steps = AutomaticSteps(models, optimizers, budget=budget, method=method, spill=spill, blocks=blocks, report=report)
-    accelerator.spillway = steps
-    for name in _ENDS:
-        if not isinstance(vars(accelerator).get(name), functools.partial):
-            setattr(accelerator, name, functools.partial(_end, accelerator, getattr(accelerator, name)))
-    return prepared
+    return models, optimizers
 
 
 def _end(accelerator: Accelerator, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

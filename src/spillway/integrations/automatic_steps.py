@@ -17,21 +17,21 @@ NOTE [Where a step begins and ends].
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any, Final, Required, Self, TypedDict, Unpack, final
+from typing import Any, Final, Self, Unpack, final
 
 import torch
 from torch._compile import _disable_dynamo
 
 from spillway.errors import BudgetInfeasible, UsageError
-from spillway.methods import AbstractPlanner, AbstractPolicy
-from spillway.methods.by_block import AbstractBlockMethod
-from spillway.session import BlockOptions, ReportOptions, Session, SpillOptions, manage
+from spillway.session import ManageOptions, Session, manage
 from spillway.session.inputs import Models, Optimizers, several, unwrapped
+from spillway.session.updates import Arguments, before_update, users_level
 
 _ALONE: Final = 3
 """References to what only its frame holds: the frame's, a name, and the argument of whoever counts."""
@@ -52,16 +52,6 @@ class _Deaf:
     _forward_ended = _forward_begins
 
 
-class ManageOptions(TypedDict, total=False):
-    """What `spillway.manage` takes beside the model and the optimizer."""
-
-    budget: Required[int | str | None]
-    method: str | AbstractPolicy | AbstractPlanner | AbstractBlockMethod
-    spill: SpillOptions
-    blocks: BlockOptions
-    report: ReportOptions
-
-
 @final
 class AutomaticSteps:
     """A session whose steps begin and end by themselves. A context manager that closes it.
@@ -69,8 +59,9 @@ class AutomaticSteps:
     Arguments:
         model: What the loop calls: the module, or several that train together.
         optimizer: Theirs, or several. Wrappers, such as Accelerate's, are looked through.
+        budget: As for `spillway.manage`.
         when_ended: Called after every step that ended well, with the session.
-        options: As for `spillway.manage`: budget, method, spill, blocks, report.
+        options: As for `spillway.manage`: method, spill, blocks, report.
 
     Raises:
         UsageError, ModelError, SpillDirectoryError: As `spillway.manage`.
@@ -81,6 +72,7 @@ class AutomaticSteps:
         model: Models,
         optimizer: Optimizers,
         *,
+        budget: int | str | None,
         when_ended: Callable[[Session], None] | None = None,
         **options: Unpack[ManageOptions],
     ) -> None:
@@ -88,7 +80,7 @@ class AutomaticSteps:
         optimizers: list[torch.optim.Optimizer] = [unwrapped(one) for one in several(optimizer, torch.optim.Optimizer)]
         if not optimizers:
             raise UsageError("The end of a step is found by its update: give AutomaticSteps the optimizer as well.")
-        self.session: Session = manage(models, optimizers, **options)
+        self.session: Session = manage(models, optimizers, budget=budget, **options)
         """With `history`, one report per step."""
         self._when_ended = when_ended
         self._running = self._told = False
@@ -135,7 +127,7 @@ class AutomaticSteps:
         if self.closed or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return
         self._within = id(sys.exception())
-        if not (model.training or self._trains_in_evaluation):
+        if not (_trains(model) or self._trains_in_evaluation):
             self._evaluated = True
             return
         if self._running and (self._waiting != self._all or self._was_refused()):
@@ -154,10 +146,13 @@ class AutomaticSteps:
         if self._running and error is not None and result is None and id(error) != self._within:
             self._end(failed=True)
 
-    def _optimizer_begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """With a closure the step begins within."""
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if self._running or callable(closure):
+    def _optimizer_begins(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Arguments | None:
+        return before_update(functools.partial(self._update_begins, optimizer), args, kwargs)
+
+    def _update_begins(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._running:
             return
         if self._evaluated:
             self._trains_in_evaluation = True
@@ -167,7 +162,7 @@ class AutomaticSteps:
                 f"{type(optimizer).__name__}.step() ran, and no forward of the model in training mode came before it: "
                 f"nothing was kept under the budget. Call the module itself, model(batch), not its forward or a part "
                 f"of it.",
-                stacklevel=4,
+                stacklevel=users_level(),
             )
 
     def _optimizer_ended(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -200,6 +195,11 @@ class AutomaticSteps:
             raise _Failed
         except _Failed as failed:
             end_failed(self.session, failed)
+
+
+def _trains(model: torch.nn.Module) -> bool:
+    """Of a wrapper, such as DistributedDataParallel, the mode of the module within counts: some set that alone."""
+    return model.training or bool(getattr(getattr(model, "module", None), "training", False))
 
 
 def callers(frame: FrameType | None) -> Iterator[Any]:

@@ -5,7 +5,9 @@ optimizer that updates its parameters. So optimizers are noted as they are made,
 until one of them is of a module that an optimizer updates. From there on `AutomaticSteps` finds the steps. The session
 is of the module that was called and, where its optimizers update more than that, of the outermost modules that own the
 rest. Another optimizer may mean another training: then the next call of a module that it updates is looked at in the
-same way, and the session before is closed. Which library calls is told by who is on the stack.
+same way, and the session before is closed. Which library calls is told by who is on the stack. Lightning sends
+`training_step` through the forward of DistributedDataParallel: what is managed is what that step calls, since a second
+run of the wrapper would call something else.
 """
 
 from __future__ import annotations
@@ -142,6 +144,8 @@ class FoundTraining:
         return [one for each in self._optimizers if (one := each()) is not None and hasattr(one, "param_groups")]
 
     def _called(self, module: torch.nn.Module) -> None:
+        if _redirected(module):
+            return
         own = {id(parameter) for parameter in module.parameters()}
         new = [one for one in self._live() if one not in self._known]
         mine = [one for one in self._live() if not own.isdisjoint(map(id, _updated_by([one])))]
@@ -168,6 +172,13 @@ class FoundTraining:
         self.reports.append(session.history[-1])
         if len(session.history) > 1:
             self._when_ended(self)
+
+
+def _redirected(module: torch.nn.Module) -> bool:
+    """Whether a call of this module, or of what it wraps, runs a method that Lightning put in front of a forward."""
+    inner = getattr(module, "module", None)
+    forward = vars(inner if isinstance(inner, torch.nn.Module) else module).get("forward")
+    return str(getattr(forward, "__qualname__", "")).startswith("_ForwardRedirection.")
 
 
 def _updated_by(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.Tensor]:

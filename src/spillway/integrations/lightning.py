@@ -15,26 +15,27 @@ from __future__ import annotations
 import functools
 import sys
 import warnings
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, final
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Unpack, final
 
 import torch
 
 from spillway.engines.blocks.hook import Hook
 from spillway.errors import UsageError
 from spillway.integrations.automatic_steps import end_failed
-from spillway.methods import LRU, AbstractPlanner, AbstractPolicy, resolve
+from spillway.methods import LRU, resolve
 from spillway.methods.by_block import AbstractBlockMethod
 from spillway.report.figures import scalars
-from spillway.session import BlockOptions, ReportOptions, Session, SpillOptions, manage
+from spillway.session import BlockOptions, ManageOptions, Session, check_arguments, manage
 from spillway.session.inputs import unwrapped
+from spillway.session.updates import Arguments, before_update, users_level
 
 if TYPE_CHECKING or "lightning.pytorch" in sys.modules or "pytorch_lightning" not in sys.modules:
     from lightning.pytorch import Callback, LightningModule, Trainer
 else:  # the same under its older name, in classes of its own
     from pytorch_lightning import Callback, LightningModule, Trainer
 
-_SPILL, _BLOCKS, _REPORT = SpillOptions(), BlockOptions(), ReportOptions()
+_BLOCKS = BlockOptions()
 
 
 @final
@@ -51,12 +52,12 @@ class SpillwayCallback(Callback):
 
     Arguments:
         budget: As for `manage`.
-        method: As for `manage`; "auto" plans the module's layers together, and watches every op where it has none.
-        spill, blocks, report: As for `manage`.
+        options: As for `manage`: method, spill, blocks, report. The method "auto" plans the module's layers together,
+            and watches every op where it has none.
 
     Raises:
-        UsageError: `fit` raises it, as `manage` does, and for a method of the block engine where `training_step` calls
-            no module that holds all parameters that are trained.
+        UsageError: For a budget or an option that makes no sense. `fit` raises it as `manage` does, and for a method of
+            the block engine where `training_step` calls no module that holds all parameters that are trained.
         BudgetInfeasible: `fit` raises it for a step that cannot run under the budget.
     """
 
@@ -65,17 +66,10 @@ class SpillwayCallback(Callback):
     bypassed = True
     """A compiler may leave out what waits for a first call."""
 
-    def __init__(
-        self,
-        budget: int | str | None,
-        *,
-        method: str | AbstractPolicy | AbstractPlanner | AbstractBlockMethod = "auto",
-        spill: SpillOptions = _SPILL,
-        blocks: BlockOptions = _BLOCKS,
-        report: ReportOptions = _REPORT,
-    ) -> None:
-        self._manage = functools.partial(manage, budget=budget, spill=spill, report=report)
-        self._method, self._blocks = method, blocks
+    def __init__(self, budget: int | str | None, **options: Unpack[ManageOptions]) -> None:
+        check_arguments(budget, **options)
+        self._manage = functools.partial(manage, budget=budget, **options)
+        self._method, self._blocks = options.get("method", "auto"), options.get("blocks", _BLOCKS)
         self._optimizers: list[torch.optim.Optimizer] = []
         self._handles: list[Any] = []
         self._looking: list[Hook] = []
@@ -185,20 +179,15 @@ class SpillwayCallback(Callback):
 
     def _optimizer_begins(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    ) -> Arguments | None:
         """The first batch runs in the closure, and with it the session opens too late to be told of this update."""
-        closure: Callable[..., Any] | None = kwargs.get("closure")
-        if self.memory is not None or closure is None:
+        if self.memory is not None:
             return None
+        return before_update(functools.partial(self._update_begins, optimizer), args, kwargs)
 
-        @functools.wraps(closure)
-        def told(*given: Any, **named: Any) -> Any:
-            loss = closure(*given, **named)
-            if self.memory is not None:
-                self.memory._update_begins(optimizer)
-            return loss
-
-        return args, {**kwargs, "closure": told}
+    def _update_begins(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.memory is not None:
+            self.memory._update_begins(optimizer)
 
     def _optimizer_ended(self, *_: Any) -> None:
         self._stepped = True
@@ -206,5 +195,5 @@ class SpillwayCallback(Callback):
             warnings.warn(
                 "An optimizer stepped, and training_step has called no module: nothing was kept under the budget in "
                 "this batch. In those that follow every op is watched.",
-                stacklevel=2,
+                stacklevel=users_level(),
             )

@@ -15,27 +15,27 @@ length of one `train()`, have something in front of them:
     TensorBoard or Weights & Biases come before those of the user.
  4. `_evaluate`, `_run_epoch`, `_finalize_training`: `on_train_end` is not called after an exception or Ctrl-C; the
     session is closed all the same.
+ 5. `on_epoch_begin` of all callbacks: the session opens before the first, since what another callback raises in
+    `on_train_begin` is not told to anybody.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, Final, final
+from typing import Any, Final, Unpack, final
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from spillway.errors import UsageError
 from spillway.integrations.automatic_steps import callers
-from spillway.methods import AbstractPlanner, AbstractPolicy
-from spillway.methods.by_block import AbstractBlockMethod
 from spillway.report.figures import scalars
-from spillway.session import BlockOptions, ReportOptions, Session, SpillOptions, manage
+from spillway.session import ManageOptions, Session, check_arguments, manage
 from spillway.units import format_bytes, format_seconds
 
-_SPILL, _BLOCKS, _REPORT = SpillOptions(), BlockOptions(), ReportOptions()
 _GUARDED: Final = ("_evaluate", "_run_epoch", "_finalize_training")
 _LOG: Final = logging.getLogger(__name__)
 
@@ -59,57 +59,42 @@ class SpillwayCallback(TrainerCallback):
 
     Arguments:
         budget: As for `manage`.
-        method: As for `manage`; "auto" plans the model's layers together, and watches every op where it has none.
-        spill: As for `manage`.
-        blocks: As for `manage`; a batch is a micro-batch.
-        report: As for `manage`.
+        options: As for `manage`: method, spill, blocks, report. The method "auto" plans the model's layers together,
+            and watches every op where it has none. For `blocks` a batch is a micro-batch.
 
     Raises:
-        UsageError: `train()` raises it, as `manage` does, and for a version of transformers that cannot be followed.
+        UsageError: For a budget or an option that makes no sense. `train()` raises it as `manage` does, and for a
+            version of transformers that cannot be followed.
         BudgetInfeasible: `train()` raises it for a step that cannot run under the budget.
     """
 
     memory: Session | None = None
     """The session of the last `train()`: its `history`, and `report("run.html")` for a page about it."""
 
-    def __init__(
-        self,
-        budget: int | str | None,
-        *,
-        method: str | AbstractPolicy | AbstractPlanner | AbstractBlockMethod = "auto",
-        spill: SpillOptions = _SPILL,
-        blocks: BlockOptions = _BLOCKS,
-        report: ReportOptions = _REPORT,
-    ) -> None:
-        self._manage = functools.partial(
-            manage, budget=budget, method=method, spill=spill, blocks=blocks, report=report
-        )
+    def __init__(self, budget: int | str | None, **options: Unpack[ManageOptions]) -> None:
+        check_arguments(budget, **options)
+        self._manage = functools.partial(manage, budget=budget, **options)
         self._batches: Sequence[Any] = ()
         self._told = 0
         """Steps that the trainer's records have told of."""
         self._in_step = False
-        self._patched: tuple[Trainer, dict[str, Any]] | None = None
-        """The trainer, and what it has of its own under the names that something stands in front of."""
+        self._undo = contextlib.ExitStack()
+        """Takes away what stands in front of a trainer's methods."""
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Open a session of the model and the optimizer, however the trainer has wrapped them."""
+        """Wait for the first epoch: of a callback that fails here nobody is told, and a session would stay open."""
         self._stop()
+        self.memory = None
         trainer = self._caller()
-        self.memory = self._manage(trainer.model_wrapped, trainer.optimizer)
-        self._told = 0
-        in_front: dict[str, Callable[..., Any]] = dict.fromkeys(_GUARDED, self._guard)
-        in_front |= {"get_batch_samples": self._fetch, "training_step": self._go_on, "log": self._log}
-        self._patched = trainer, {name: vars(trainer).get(name) for name in in_front}
-        for name, function in in_front.items():
-            setattr(trainer, name, functools.partial(function, getattr(trainer, name)))
+        self._in_front(trainer.callback_handler, "on_epoch_begin", functools.partial(self._epoch_begins, trainer))
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """The micro-batches are there, and nothing has run."""
-        if self.memory is not None and self._patched is not None:
+        if self.memory is not None:
             self.memory.begin(self._batches[0] if self._batches else None)
             self._in_step = True
 
@@ -135,6 +120,27 @@ class SpillwayCallback(TrainerCallback):
             )  # fmt: skip
 
     # ------------------------------------------------------------------ in front of the trainer's methods
+
+    def _in_front(self, of: Any, name: str, function: Callable[..., Any]) -> None:
+        """Have `function` called in place of a method, with that as its first argument, until the session ends."""
+        own = vars(of).get(name)  # somebody else may have put it there
+        setattr(of, name, functools.partial(function, getattr(of, name)))
+        if own is None:
+            self._undo.callback(vars(of).pop, name, None)
+        else:
+            self._undo.callback(setattr, of, name, own)
+
+    def _epoch_begins(self, trainer: Trainer, begins: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """See (5)."""
+        if self.memory is None:
+            self.memory = self._manage(trainer.model_wrapped, trainer.optimizer)
+            self._told = 0
+            for name in _GUARDED:
+                self._in_front(trainer, name, self._guard)
+            self._in_front(trainer, "get_batch_samples", self._fetch)
+            self._in_front(trainer, "training_step", self._go_on)
+            self._in_front(trainer, "log", self._log)
+        return self._guard(begins, *args, **kwargs)
 
     def _fetch(self, fetch: Callable[..., tuple[list[Any], Any]], *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
         """See (2). A step that the end of the data has cut short is over."""
@@ -191,16 +197,10 @@ class SpillwayCallback(TrainerCallback):
 
     def _stop(self) -> None:
         """End the step and the session; what the trainer is, is its own again. Calling it again does nothing."""
-        patched, self._patched = self._patched, None
         try:
             self._end_step()
         finally:
             self._batches = ()
-            if patched is not None:
-                trainer, own = patched
-                for name, method in own.items():
-                    vars(trainer).pop(name, None)
-                    if method is not None:  # somebody else had put it there
-                        setattr(trainer, name, method)
+            self._undo.close()
             if self.memory is not None:
                 self.memory.__exit__(*sys.exc_info())

@@ -5,15 +5,17 @@ from spillway.ir.plan import Disk, Gap, Home, Host, Packed, Plan, Recompute
 from spillway.ir.spans import Lane, Span, Transfers, Work
 from spillway.ir.step import Op, Phase, Saving, Step, StorageId, StorageInfo, Value, ValueId
 from spillway.ir.step_files import Recorded, read_step, write_step
-from spillway.ir.step_report import StepReport
+from spillway.ir.step_report import BlocksAtPeak, HeldByBlock, StepReport
 from spillway.ir.timeline import Change, Event, Kind, Origin, StorageLine, Timeline
 from spillway.ir.verify import Rule, verify
 
 __all__ = [
+    "BlocksAtPeak",
     "Change",
     "Disk",
     "Event",
     "Gap",
+    "HeldByBlock",
     "Home",
     "Host",
     "Kind",

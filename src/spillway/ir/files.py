@@ -1,8 +1,9 @@
 """Run files: what a run did, as versioned JSON lines that a person can read.
 
-The first line is the header, `{"format": "spillway-run", "version": 2, ...}`; every further line is one record,
-`{"step": {...}}` or `{"timeline": {...}}`. Lines are sealed (`sealed.py`). Numbers that JSON does not have are written
-as Python's `json` writes them (`NaN`, `Infinity`), because a diverging loss is worth reading.
+The first line is the header, `{"format": "spillway-run", "version": 3, ...}`; every further line is one record,
+`{"step": {...}}`, `{"timeline": {...}}` or, once at the end of a run block by block, `{"blocks": {...}}`. Lines are
+sealed (`sealed.py`). Numbers that JSON does not have are written as Python's `json` writes them (`NaN`, `Infinity`),
+because a diverging loss is worth reading.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ from typing import Any, Final, Self, final
 
 from spillway.ir.reading import LONGEST, MOST, fault_in, lines_of
 from spillway.ir.sealed import RESERVED, encoded, records_of, seal
-from spillway.ir.step_report import StepReport
+from spillway.ir.step_report import BlocksAtPeak, StepReport
 from spillway.ir.timeline import MOST_OPS, Timeline
 from spillway.units import format_bytes
 
 FORMAT: Final = "spillway-run"
 """What the first line of every run file names."""
-VERSION: Final = 2
-"""The version that this code writes, and the newest that it reads. Version 1 has no spans in its timelines, and fewer
-figures in its steps; it is read all the same."""
+VERSION: Final = 3
+"""The version that this code writes, and the newest that it reads. Version 2 has no record of blocks; version 1 has no
+spans in its timelines either, and fewer figures in its steps. Both are read all the same."""
 
 
 @final
@@ -48,14 +49,16 @@ class RunWriter:
         self._write(first)
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Add one record, `{"step": {...}}` or `{"timeline": timeline.to_json()}`, and hand it to the system.
+        """Add one record, `{"step": report.to_json()}`, or of a timeline or of blocks, and hand it to the system.
 
         Raises ValueError for other records, and with one sentence for what could not be read again (too many ops in a
         timeline, too long a line or file), and TypeError for what JSON cannot hold, before anything is written. After
         an OSError or Ctrl-C the record is kept, and written whole before the next one or on closing.
         """
-        if record.keys() not in ({"step"}, {"timeline"}):
-            raise ValueError(f"a record is one step or one timeline, not {', '.join(map(repr, record)) or 'nothing'}")
+        if len(record) != 1 or not record.keys() <= {"step", "timeline", "blocks"}:
+            raise ValueError(
+                f"a record is one step, one timeline or one of blocks, not {', '.join(map(repr, record)) or 'nothing'}"
+            )
         ops = record.get("timeline", {}).get("ops", 0)
         if ops > MOST_OPS:
             raise ValueError(self._left_out(f"a timeline of {ops} ops, where {MOST_OPS} is the most that is read"))
@@ -121,6 +124,8 @@ class RunFile:
     """What every step did, in order."""
     timelines: list[Timeline]
     """The timelines that the run kept, in order."""
+    blocks: BlocksAtPeak | None = None
+    """What blocks held in the step with the highest peak; None where none ran, and of a run that was killed."""
     damaged_tail: int
     """1 if the last line was incomplete, as a killed run leaves it, and was dropped; else 0."""
 
@@ -133,6 +138,7 @@ def read_run(path: str | PathLike[str]) -> RunFile:
     """
     steps: list[StepReport] = []
     timelines: list[Timeline] = []
+    blocks: BlocksAtPeak | None = None
     tail: list[int] = []
 
     def whole() -> Iterator[tuple[int, bytes]]:
@@ -151,6 +157,8 @@ def read_run(path: str | PathLike[str]) -> RunFile:
                     steps.append(StepReport.from_json(step))
                 case {"timeline": timeline}:
                     timelines.append(Timeline.from_json(timeline))
+                case {"blocks": held}:
+                    blocks = BlocksAtPeak.from_json(held)
                 case _:
-                    raise ValueError("the line holds neither a step nor a timeline")
-    return RunFile(header=header, steps=steps, timelines=timelines, damaged_tail=len(tail))
+                    raise ValueError("the line holds neither a step nor a timeline nor blocks")
+    return RunFile(header=header, steps=steps, timelines=timelines, blocks=blocks, damaged_tail=len(tail))

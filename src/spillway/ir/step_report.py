@@ -1,4 +1,4 @@
-"""What one step did: the numbers that a session keeps and a run file holds."""
+"""What one step did: the numbers that a session keeps and a run file holds, and what its blocks held."""
 
 from __future__ import annotations
 
@@ -114,3 +114,43 @@ class StepReport:
     def hidden_share(self) -> float:
         """Hidden seconds as a share of those of all transfers; 0.0 without any."""
         return self.hidden_seconds / self.transfer_seconds if self.transfer_seconds else 0.0
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldByBlock:
+    """What one call of a block saved for the backward, and what became of it."""
+
+    block: str
+    """Its name in the model."""
+    kind: str
+    """The class of the module; empty of several modules that are one block."""
+    line: str
+    """Of its forward, in the user's code; empty where that is torch's."""
+    action: str
+    """What became of what autograd saved in it, as `Action` has it."""
+    saved_bytes: Bytes
+    """That, without what it was called with and what it gave back."""
+    held_bytes: Bytes
+    """What of it stayed until the backward reached it."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlocksAtPeak:
+    """The blocks of the step with the highest peak of those that ran block by block, in the order of their forwards."""
+
+    step: int
+    peak_bytes: Bytes
+    start_bytes: Bytes
+    """Of what has a name when the step begins: parameters, gradients, optimizer state, the batch."""
+    blocks: list[HeldByBlock]
+
+    def to_json(self) -> dict[str, Any]:
+        """The same as JSON can hold it."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, data: object) -> BlocksAtPeak:
+        """Read what `to_json` gave. Raises ValueError for anything else."""
+        return read_fields(cls, data, "record of blocks")

@@ -7,8 +7,8 @@ refuses and sends the answer back into the generator, so that a policy can try t
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal, NamedTuple, Protocol, TypeAlias
 
@@ -17,6 +17,7 @@ from spillway.errors import BudgetInfeasible
 from spillway.ir import Gap, Plan, Step
 from spillway.ir.account import account
 from spillway.ir.lives import Life
+from spillway.ir.step import ValueId
 from spillway.units import Bytes, Seconds
 
 
@@ -206,6 +207,14 @@ class MemoryView(Protocol):
         """The evicted that are reached from it, each made by reading the one before."""
 
 
+class Absence(NamedTuple):
+    """A value that is gone during the half-open interval of ops."""
+
+    value: ValueId
+    start: int
+    end: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
     """What a planner is given."""
@@ -216,6 +225,8 @@ class Problem:
     """The budget in bytes."""
     device: Device
     """How fast copies are. The ops of `step` have seconds."""
+    rehearse: Callable[[AbstractPolicy], Sequence[Absence]] | None = field(default=None, compare=False)
+    """What is gone when under a policy that decides while the step runs; None where nobody can simulate it."""
 
     def plan_with(self, gaps: Sequence[Gap], lives: Sequence[Life]) -> Plan:
         """The plan that these gaps are. Raises BudgetInfeasible if the step needs more than is allowed under it."""

@@ -351,6 +351,8 @@ class Curve:
     budget_y: float | None = None
     """Heights of further lines; None where there is none."""
     plain_y: float | None = None
+    budget: str = ""
+    """The line of a budget that changed; empty if it did not."""
     resident: str = ""
     """The line of the resident set above start; empty if nobody knows it, or where it lies far above everything."""
     height: float
@@ -377,13 +379,14 @@ CURVE_HEIGHT: Final = 90
 """Of all curves but the first."""
 
 
-def draw_steps(steps: Sequence[StepReport], budget: Bytes | None, plain: Bytes, start: Bytes) -> StepsChart | None:
+def draw_steps(steps: Sequence[StepReport], budgets: Sequence[Bytes], plain: Bytes, start: Bytes) -> StepsChart | None:
     """Lay a run out, step by step; None if that would be a single point.
 
     Several steps share a column where there are more than fit: of their peaks the highest is drawn, of their times and
     of what was logged the mean.
 
     Arguments:
+        budgets: All that the steps had; of `NO_BUDGET` and more they had none.
         plain: What a step needs where nothing leaves; 0 if nobody knows.
         start: The resident set without what the budget counts; 0 if nobody knows.
     """
@@ -397,13 +400,16 @@ def draw_steps(steps: Sequence[StepReport], budget: Bytes | None, plain: Bytes, 
     highest = max([*peaks, 1.0])
     resident_seen = [above if above <= 4 * highest else math.nan for above in resident]
     highest = max([highest, *(above for above in resident_seen if above > 0)])
-    known = [line for line in (budget, plain or None) if line is not None and line < NO_BUDGET]
+    known = [line for line in (*budgets, plain) if 0 < line < NO_BUDGET]
     top = 1.06 * max([highest, *(line for line in known if line <= 4 * highest)])
     seen = {line: _height(line, top) for line in known if line <= top}
+    of_peak = [max(group, key=lambda step: step.peak_bytes).allowed for group in groups]
+    changed = [float(one) if one in seen else math.nan for one in of_peak] if len(budgets) > 1 else [math.nan]
     curves = [
         Curve(
             name="peak", path=_line(peaks, top, HEIGHT), height=HEIGHT, ticks=_bytes_ticks(top),
-            budget_y=None if budget is None else seen.get(budget), plain_y=seen.get(plain) if plain else None,
+            budget_y=seen.get(budgets[0]) if len(budgets) == 1 else None, plain_y=seen.get(plain),
+            budget=_steps_of(changed, top, HEIGHT),
             resident=_line(resident_seen, top, HEIGHT),
         )
     ]  # fmt: skip
@@ -414,7 +420,13 @@ def draw_steps(steps: Sequence[StepReport], budget: Bytes | None, plain: Bytes, 
     curves += [_curve(name, values, zero=name == "time") for name, values in means.items()]
     apart = next(number for number in round_numbers() if len(steps) / number <= 8)
     told = [
-        _steps_told(group, peak, above, {name: values[at] for name, values in means.items()})
+        _steps_told(
+            group,
+            peak,
+            above,
+            changed[at] if len(budgets) > 1 else math.nan,
+            {name: values[at] for name, values in means.items()},
+        )
         for at, (group, peak, above) in enumerate(zip(groups, peaks, resident, strict=True))
     ]
     return StepsChart(
@@ -433,13 +445,27 @@ def draw_left(steps: Sequence[StepReport]) -> tuple[list[Area], list[Tick]]:
     return _bars(columns, ("recomputed",), ("offloaded",))
 
 
-def _steps_told(group: Sequence[StepReport], peak: float, resident: float, means: Mapping[str, float]) -> list[str]:
+def _steps_told(
+    group: Sequence[StepReport], peak: float, resident: float, budget: float, means: Mapping[str, float]
+) -> list[str]:
     first, last = group[0].step, group[-1].step
     lines = [f"step {first}" if first == last else f"steps {first} to {last}", f"peak: {format_bytes(int(peak))}"]
     if not math.isnan(resident):
         lines.append(f"resident set above start: {format_bytes(int(resident))}")
+    if not math.isnan(budget):
+        lines.append(f"budget: {format_bytes(int(budget))}")
     shown = {name: format_seconds(mean) if name == "time" else f"{mean:.6g}" for name, mean in means.items()}
     return [*lines, *(f"{name}: {text}" for name, text in shown.items())]
+
+
+def _steps_of(values: Sequence[float], top: float, height: float) -> str:
+    """As wide as its column is each value, and none where there is no number."""
+    wide, parts, open_ = WIDTH / len(values), list[str](), False
+    for at, value in enumerate(values):
+        if math.isfinite(value):
+            parts.append(f"{'L' if open_ else 'M'}{at * wide:.1f},{height * (1 - value / top):.1f}h{wide:.1f}")
+        open_ = math.isfinite(value)
+    return "".join(parts)
 
 
 def _mean(numbers: Sequence[float]) -> float:

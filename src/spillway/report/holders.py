@@ -44,37 +44,6 @@ class Holder:
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeldByBlock:
-    """What one call of a block saved for the backward, and what became of it."""
-
-    block: str
-    """Its name in the model."""
-    kind: str
-    """The class of the module; empty of several modules that are one block."""
-    line: str
-    """Of its forward, in the user's code; empty where that is torch's."""
-    action: str
-    """What became of what autograd saved in it, as `Action` has it."""
-    saved_bytes: Bytes
-    """That, without what it was called with and what it gave back."""
-    held_bytes: Bytes
-    """What of it stayed until the backward reached it."""
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlocksAtPeak:
-    """The blocks of the step with the highest peak of those that ran block by block, in the order of their forwards."""
-
-    step: int
-    peak_bytes: Bytes
-    start_bytes: Bytes
-    """Of what has a name when the step begins: parameters, gradients, optimizer state, the batch."""
-    blocks: list[HeldByBlock]
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
 class AtPeak:
     """What fills memory at the fullest moment of a step."""
 

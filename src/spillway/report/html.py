@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote
 
-from spillway.ir import StepReport, Timeline
+from spillway.ir import BlocksAtPeak, StepReport, Timeline
 from spillway.report import charts, holders
 from spillway.report.drawing import template
 from spillway.report.figures import NO_BUDGET, hidden_share, highest_peak, recomputed_share, seconds_per_step
 from spillway.units import Bytes, format_bytes
 
+SEVERAL: Final = 4
+"""Budgets of one run of which the heading names every one."""
 ROWS: Final = 400
 """Longest table of steps; of more steps the first and the last are shown, and the link beside it has every one."""
 
@@ -29,7 +31,7 @@ _NOT_SHOWN: Final = {
 def write_report(
     path: str | os.PathLike[str], header: Mapping[str, Any], steps: Sequence[StepReport],
     timelines: Sequence[Timeline], foresight: Mapping[str, Any] | None = None,
-    blocks: holders.BlocksAtPeak | None = None,
+    blocks: BlocksAtPeak | None = None,
 ) -> None:  # fmt: skip
     """Write a page about a run. A file that stands at `path` is replaced; OSError where the system refuses.
 
@@ -47,13 +49,12 @@ def write_report(
 
 def render(
     header: Mapping[str, Any], steps: Sequence[StepReport], timelines: Sequence[Timeline],
-    foresight: Mapping[str, Any] | None = None, blocks: holders.BlocksAtPeak | None = None,
+    foresight: Mapping[str, Any] | None = None, blocks: BlocksAtPeak | None = None,
 ) -> str:  # fmt: skip
     """The page that `write_report` writes."""
     left_out = max(len(steps) - ROWS, 0)
-    # The budget that the header names, or the steps if it names none.
-    budget = header.get("budget_bytes", steps[0].allowed if steps else None)
-    budget = budget if isinstance(budget, int) and budget < NO_BUDGET else None
+    budgets = _budgets(header, steps)
+    budget = budgets[0] if len(budgets) == 1 and budgets[0] < NO_BUDGET else None
     figures, plain = _figures(steps), _known(header, "plain_peak_bytes")
     start = _known(header, "start_rss_bytes")
     above_start = _known(header, "rss_above_start_bytes") or (max(figures["peak_rss"] - start, 0) if start else 0)
@@ -63,9 +64,9 @@ def render(
         workload=header.get("workload", "A run"),
         how="simulated" if "simulated" in header else "measured",
         facts={name: _fact(value) for name, value in header.items() if name not in _NOT_SHOWN},
-        budget=budget, figures=figures | {"above_start": above_start},
+        budget=budget, budgets=budgets, under=_under(budgets), figures=figures | {"above_start": above_start},
         plain=plain or reckoned, plain_known=bool(plain),
-        sizes=charts.draw_sizes(steps, budget, plain), over_steps=charts.draw_steps(steps, budget, plain, start),
+        sizes=charts.draw_sizes(steps, budget, plain), over_steps=charts.draw_steps(steps, budgets, plain, start),
         pictures=[_picture(timeline) for timeline in timelines],
         steps=[*steps[: ROWS // 2], *steps[-ROWS // 2 :]] if left_out else list(steps), left_out=left_out,
         every_step=_as_csv(steps), signatures=list(dict.fromkeys(step.signature for step in steps)),
@@ -75,6 +76,22 @@ def render(
         names_of_work=charts.NAMES, foresight=foresight, blocks=blocks, holder_rows=holders.ROWS,
         no_budget=NO_BUDGET, recomputed_share=recomputed_share,
     )  # fmt: skip
+
+
+def _budgets(header: Mapping[str, Any], steps: Sequence[StepReport]) -> list[Bytes]:
+    """Those of the steps, each once in their order, since `Session.budget` may have been set; `NO_BUDGET` and more is
+    none. The header's where the steps name none, or there are none."""
+    named = list(dict.fromkeys(min(step.allowed, NO_BUDGET) for step in steps if step.allowed > 0))
+    told = header.get("budget_bytes")
+    return named or [told if isinstance(told, int) else NO_BUDGET]
+
+
+def _under(budgets: Sequence[Bytes]) -> str:
+    """In words."""
+    told = ["no budget" if one >= NO_BUDGET else format_bytes(one) for one in budgets]
+    if len(told) > SEVERAL:
+        told[1:-1] = ["others"]
+    return ("a budget of " if budgets[0] < NO_BUDGET else "") + ", then ".join(told)
 
 
 def _known(header: Mapping[str, Any], name: str) -> Bytes:

@@ -81,7 +81,8 @@ class LiveView:
             return repr(self)
         steps, latest = list(self._steps), self._steps[-1]
         budget = latest.allowed if latest.allowed < NO_BUDGET else None
-        over, (bars, bar_ticks) = charts.draw_steps(steps, budget, 0, 0), charts.draw_left(steps)
+        budgets = list(dict.fromkeys(step.allowed for step in steps))
+        over, (bars, bar_ticks) = charts.draw_steps(steps, budgets, 0, 0), charts.draw_left(steps)
         return template("live.html.jinja").render(
             latest=latest, budget=budget, curve=over and over.curves[0],
             ticks=over and over.ticks, bars=bars, bar_ticks=bar_ticks,

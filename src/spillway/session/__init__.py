@@ -5,24 +5,27 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 
+from spillway.budgets import parse_budget
 from spillway.engines.tensors.devices import allowed_bytes, device_of, engine_for, pinned_bytes
 from spillway.engines.tensors.tensor_engine import TensorEngine
 from spillway.errors import BudgetError, UsageError
 from spillway.internals.private import fully_sharded
 from spillway.ir import RunWriter
+from spillway.memory.budget import UNLIMITED
 from spillway.methods import LRU, METHODS, AbstractPlanner, AbstractPolicy, resolve
 from spillway.methods.by_block import AbstractBlockMethod
 from spillway.session.abstract_session import Session, header, modules_of
 from spillway.session.auto_session import auto_session
 from spillway.session.block_session import BlockSession
 from spillway.session.inputs import Models, Optimizers, check_models, several, unwrapped
-from spillway.session.options import BlockOptions, ReportOptions, SpillOptions
+from spillway.session.options import BlockOptions, ManageOptions, ReportOptions, SpillOptions
 from spillway.session.tensor_session import TensorSession, tensor_header
 from spillway.units import Bytes
 
@@ -112,6 +115,20 @@ def manage(
     return session
 
 
+def check_arguments(budget: int | str | None, **options: Unpack[ManageOptions]) -> None:
+    """Refuse at once what `manage` would refuse later, whatever the model is.
+
+    Raises:
+        TypeError: There is no such option.
+        UsageError: As `manage`.
+    """
+    inspect.signature(manage).bind_partial(budget=budget, **options)
+    resolve(options.get("method", "auto"))
+    _check_options(**{name: given for name, given in options.items() if name != "method"})
+    if budget is not None:
+        parse_budget(budget, UNLIMITED)
+
+
 def _writer(report: ReportOptions, first: dict[str, Any], undo: contextlib.ExitStack) -> RunWriter | None:
     if report.run_file is None:
         return None
@@ -164,4 +181,14 @@ def _live(wanted: bool) -> LiveLine | LiveView | None:
     return shown()
 
 
-__all__ = ["BlockOptions", "BlockSession", "ReportOptions", "Session", "SpillOptions", "TensorSession", "manage"]
+__all__ = [
+    "BlockOptions",
+    "BlockSession",
+    "ManageOptions",
+    "ReportOptions",
+    "Session",
+    "SpillOptions",
+    "TensorSession",
+    "check_arguments",
+    "manage",
+]

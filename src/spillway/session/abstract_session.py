@@ -36,11 +36,10 @@ from spillway.internals.interrupts import WATCHED, DeferredInterrupts, deliver
 from spillway.internals.machine_memory import machine_memory
 from spillway.internals.private import process_groups
 from spillway.internals.process_memory import ResidentSet, file_pages
-from spillway.ir import Kind, RunWriter, StepReport, Timeline
+from spillway.ir import BlocksAtPeak, Kind, RunWriter, StepReport, Timeline
 from spillway.ir.reading import fits_on_a_line
 from spillway.memory.budget import UNLIMITED
 from spillway.report.figures import scalars
-from spillway.report.holders import BlocksAtPeak
 from spillway.report.html import write_report
 from spillway.session.inputs import check_sharding, leaves, storages
 from spillway.session.ranks import Ranks, ranks_now

@@ -15,7 +15,6 @@ from spillway.session.abstract_session import Session
 from spillway.session.block_session import BlockSession
 from spillway.units import Bytes
 
-
 UNSIZED: Final = 2
 """Steps in a row without a size after which none is expected any more."""
 

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import partial, wraps
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, final
 
 import torch
@@ -32,7 +32,7 @@ from spillway.errors import BudgetInfeasible, ModelError, NoBlocksError, SpillFu
 from spillway.internals.interrupts import by_signal, deliver
 from spillway.internals.private import fully_sharded, local_of, unheard_by_modes
 from spillway.internals.process_memory import HeldHeap, Reclaimer, ResidentSet, peak_rss, reset_peak
-from spillway.ir import Kind, RunWriter, StepReport
+from spillway.ir import BlocksAtPeak, HeldByBlock, Kind, RunWriter, StepReport
 from spillway.memory.budget import Budget
 from spillway.methods import LRU, Action
 from spillway.methods.by_block import (
@@ -46,7 +46,6 @@ from spillway.methods.by_block import (
     StepSample,
 )
 from spillway.native.arena import Arena
-from spillway.report.holders import BlocksAtPeak, HeldByBlock
 from spillway.session.abstract_session import AbstractStep, Session, header, modules_of
 from spillway.session.before import Before
 from spillway.session.input_sizes import NO_COLUMNS, Columns, Shape, SizeReader
@@ -56,6 +55,7 @@ from spillway.session.options import BlockOptions, SpillOptions
 from spillway.session.paging import UNINTERRUPTED, Paging
 from spillway.session.ranks import Agreement
 from spillway.session.tensor_session import report_of
+from spillway.session.updates import Arguments, before_update
 from spillway.session.watch import StepWatch
 from spillway.tiers.disk import DiskTier
 from spillway.tiers.transfer import Freed
@@ -71,7 +71,7 @@ LOSS: Final[Bytes] = 4096
 TELLING: Final = 3
 """Steps in a row that tell nothing of blocks after which nothing is expected of them."""
 LOOKS: Final = 8
-"""Times that blocks are looked for, in a model whose modules go on to be replaced, before it is left to other engines."""
+"""Times that blocks are looked for, in a model that goes on to be rebuilt, before it is left to the tensor engine."""
 SLACK: Final = 1.05
 """How far the resident set may be above the budget before freed memory is returned."""
 
@@ -165,6 +165,7 @@ class BlockSession(Session):
     )  # the model's own code runs inside of all others
     _heaviest: tuple[StepReport, Sequence[CallReport]] | None = None
     """The step with the highest peak, and the calls of the forward that saved most in it."""
+    _blocks_written = False
 
     def __init__(
         self,
@@ -330,6 +331,7 @@ class BlockSession(Session):
             stack.callback(self._meter.close)
             if self._writer is not None:
                 stack.callback(self._writer.close)
+                stack.callback(self._write_blocks)
             if self._live is not None:
                 stack.callback(self._live.close)
             if self._engine is not None:
@@ -348,17 +350,24 @@ class BlockSession(Session):
             self._does_without_spill()
         super()._leave(step, error)
 
+    def _write_blocks(self) -> None:
+        """Into the run file, once."""
+        held = self._held_by_blocks()
+        if held is not None and not self._blocks_written:
+            self._write({"blocks": held.to_json()})
+            self._blocks_written = True
+
     def _does_without_spill(self) -> bool:
         """There is no room for what was to leave: whether methods plan from here on without that."""
         methods = [self._method, *(family.method for family in self._families.values())]
-        without = all([method.does_without_spill() for method in methods])
-        if without and not self._told_full:
+        without = [method.does_without_spill() for method in methods]
+        if all(without) and not self._told_full:
             self._told_full = True
             warnings.warn(
                 "There is no room where bytes of blocks were to wait: from here on blocks are kept or recomputed.",
                 stacklevel=2,
             )
-        return without
+        return all(without)
 
     def _held_by_blocks(self) -> BlocksAtPeak | None:
         if self._heaviest is None:
@@ -486,20 +495,8 @@ class BlockSession(Session):
 
     def _optimizer_begins(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """With a closure, which runs forward and backward, it begins each time that the closure is through."""
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if not callable(closure):
-            self._update_begins(optimizer)
-            return None
-
-        @wraps(closure)
-        def asked(*given: Any, **named: Any) -> Any:
-            loss = closure(*given, **named)  # in which the step may have begun
-            self._update_begins(optimizer)
-            return loss
-
-        return ((args[0], asked, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": asked})
+    ) -> Arguments | None:
+        return before_update(partial(self._update_begins, optimizer), args, kwargs)
 
     def _update_begins(self, optimizer: torch.optim.Optimizer) -> None:
         if isinstance(self._running, _Step):
@@ -638,7 +635,6 @@ class _Step(AbstractStep):
         self._paged = True
         if self._watch is not None:
             self._watch.stop()
-            self._until = self._watch.peak
         self._watch = self._trace = None
         if session._engine is not None:
             self.watch()
@@ -656,6 +652,7 @@ class _Step(AbstractStep):
         if level is None:
             level = session._meter.read() - self._base
         self._page(max(self._start + level - session._named_bytes(self._batch), 0))
+        self._until = watch.peak if watch is not None else 0
         return True
 
     @property

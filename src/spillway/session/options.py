@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, final, get_args
+from typing import Any, TypedDict, final, get_args
 
 from spillway.engines.environment import Generator
 from spillway.errors import UsageError
+from spillway.methods import AbstractPlanner, AbstractPolicy
+from spillway.methods.by_block import AbstractBlockMethod
 from spillway.tiers.spill_file import SpillIO
 
 
@@ -106,3 +108,12 @@ class ReportOptions:
             timeline=(isinstance(self.timeline, bool), "True or False"),
             live=(isinstance(self.live, bool), "True or False"),
         )  # fmt: skip
+
+
+class ManageOptions(TypedDict, total=False):
+    """What `spillway.manage` may be told besides model, optimizer and budget, as integrations pass it on."""
+
+    method: str | AbstractPolicy | AbstractPlanner | AbstractBlockMethod
+    spill: SpillOptions
+    blocks: BlockOptions
+    report: ReportOptions

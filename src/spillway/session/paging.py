@@ -7,8 +7,11 @@ A step is paged
 
  1. from its begin, if one of its size was paged or refused before, or if what is away since an earlier one does not fit
     beside the rest;
- 2. from its first forward on, if it is told there that it will not fit. What it has made until then and has no name is
-    not known storage by storage: so many bytes count as resident to its end, once more when an op comes to them.
+ 2. from a forward on, if it is told there that it will not fit, or if the model was rebuilt within the step; from a
+    backward on that makes a graph of itself, if no step was measured that did; from its optimizer on, if that needs
+    more than is left. Blocks give up before what they hold, to be recomputed under the watch. What the step has made
+    until then and has no name is not known storage by storage: so many bytes count as resident to its end, once more
+    when an op comes to them.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Iterable
-from typing import Any, Final, final
+from collections.abc import Callable, Iterable
+from typing import Any, Final, TypeAlias, final
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -24,6 +24,9 @@ from spillway.internals.locks import renew_in_children
 _open: Final[weakref.WeakSet[Updates]] = weakref.WeakSet()
 _handles: Final[list[RemovableHandle]] = []
 _lock = threading.RLock()
+_LIBRARIES: Final = frozenset({"spillway", "torch", "accelerate", "lightning", "pytorch_lightning", "transformers"})
+Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
+"""Of a call."""
 renew_in_children(sys.modules[__name__], "_lock")
 
 
@@ -66,7 +69,7 @@ class Updates:
                 f"{type(optimizer).__name__}.step() ran outside of the session's steps, so that what it takes is "
                 f"neither kept under the budget nor reported: call it before the step is left, or, where forward and "
                 f"update are far apart, put memory.begin(batch) and memory.end() around both.",
-                stacklevel=4,
+                stacklevel=users_level(),
             )
 
 
@@ -77,25 +80,10 @@ def _forget() -> None:
             _handles.pop().remove()
 
 
-def _heard(
-    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """With a closure, in which a step may begin, the update comes when that is through."""
+def _heard(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
     if torch.compiler.is_compiling() or _inside():
         return None
-    closure = args[1] if len(args) > 1 else kwargs.get("closure")
-    if not callable(closure):
-        _tell(optimizer)
-        return None
-
-    @functools.wraps(closure)
-    def heard(*given: Any, **named: Any) -> Any:
-        loss = closure(*given, **named)
-        if not _inside():
-            _tell(optimizer)
-        return loss
-
-    return ((args[0], heard, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": heard})
+    return before_update(functools.partial(_tell, optimizer), args, kwargs)
 
 
 def _inside() -> bool:
@@ -105,5 +93,34 @@ def _inside() -> bool:
 
 
 def _tell(optimizer: torch.optim.Optimizer) -> None:
-    for session in tuple(_open):
-        session.outside(optimizer)
+    if not _inside():
+        for session in tuple(_open):
+            session.outside(optimizer)
+
+
+def before_update(tell: Callable[[], None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+    """What a pre-hook of `Optimizer.step` returns that has `tell` called right before parameters are updated.
+
+    That is at once or, with a closure, which runs forward and backward and in which a step or a session may begin, each
+    time that the closure is through.
+    """
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if not callable(closure):
+        tell()
+        return None
+
+    @functools.wraps(closure)
+    def told(*given: Any, **named: Any) -> Any:
+        loss = closure(*given, **named)
+        tell()
+        return loss
+
+    return ((args[0], told, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": told})
+
+
+def users_level() -> int:
+    """The `stacklevel` of a warning about the user's line that called an optimizer, through whatever libraries."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _LIBRARIES:
+        level, frame = level + 1, frame.f_back
+    return level

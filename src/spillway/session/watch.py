@@ -11,7 +11,8 @@ is read, and what the next block is expected to need is added. If that is too mu
  5. A block that was to keep results of its ops, which it holds on top while it runs, keeps none.
 
 Only when more is taken than is allowed all the same is the step refused; with `BlockOptions(page=True)` the next one
-like it runs inside the tensor engine.
+like it runs inside the tensor engine, and so does the rest of one of which it is known outside of blocks and backwards
+that it will not fit (`leave`).
 
 A plan may say when each copy in is to begin (`BlockPlan.comes_in`). At that seam it begins if there is room for it that
 is free now: beside what is taken, copies out included, and what the running block and all blocks need until its own.

@@ -12,7 +12,7 @@ from spillway.ir import Plan, StepReport, verify
 from spillway.methods import METHODS, AbstractPlanner, AbstractPolicy, method_named
 from spillway.simulation.paper_machine import Tier
 from spillway.simulation.problem import StepLike, problem_of, step_of, with_seconds
-from spillway.simulation.simulated_engine import Simulation
+from spillway.simulation.simulated_engine import Simulation, rehearsing
 from spillway.simulation.simulated_engine import simulate as simulate_step
 
 Method = str | AbstractPolicy | AbstractPlanner | Plan
@@ -95,7 +95,7 @@ def plan(
         FileFormatError: The file is no recorded step.
     """
     problem = problem_of(step, budget=budget, device=device)
-    found = planner_named(method).plan(problem)
+    found = planner_named(method).plan(rehearsing(problem))
     verify(found, problem.step, problem.allowed)
     return found
 

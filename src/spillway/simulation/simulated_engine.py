@@ -21,6 +21,7 @@ import contextlib
 from collections import defaultdict
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from math import sqrt
 from typing import Final, Literal, NamedTuple, final
 
@@ -29,15 +30,15 @@ from spillway.costs.roofline import step_seconds
 from spillway.errors import BudgetInfeasible, DeviceFullError, EngineError, SpillFullError, UsageError
 from spillway.ir.plan import Plan
 from spillway.ir.spans import total
-from spillway.ir.step import Op, Phase, Step, StorageId
-from spillway.ir.timeline import Origin, Timeline
+from spillway.ir.step import Op, Phase, Step, StorageId, ValueId
+from spillway.ir.timeline import Change, Origin, Timeline
 from spillway.memory.chronicle import Chronicle, Ran
 from spillway.memory.controller import Controller
 from spillway.memory.following import Following
 from spillway.memory.lanes import stalled_intervals, transfers_beside, unseen
 from spillway.memory.ledger import CHAIN_CAP
 from spillway.memory.records import EXACT, LARGE, NEVER, SCAFFOLD, WITHOUT_CONTENT, Recipe, Storage, Value
-from spillway.methods.base import AbstractPlanner, AbstractPolicy, Problem
+from spillway.methods.base import Absence, AbstractPlanner, AbstractPolicy, Problem
 from spillway.methods.planned import Planned
 from spillway.simulation.allocators import allocator_named
 from spillway.simulation.paper_machine import PaperMachine, Thrashing, Tier
@@ -164,9 +165,25 @@ def _policy(
     method: AbstractPolicy | AbstractPlanner | Plan, step: Step, allowed: Bytes, device: Device
 ) -> AbstractPolicy:
     if isinstance(method, AbstractPlanner):
-        plan = method.plan(Problem(step=step, allowed=allowed, device=device))
+        plan = method.plan(rehearsing(Problem(step=step, allowed=allowed, device=device)))
         return Planned.as_meant(plan, step, method)
     return Planned(method, step) if isinstance(method, Plan) else method
+
+
+def rehearsing(problem: Problem) -> Problem:
+    """The problem, for planners that ask what a policy would do."""
+    return replace(problem, rehearse=partial(_absences, problem))
+
+
+def _absences(problem: Problem, policy: AbstractPolicy) -> list[Absence]:
+    """What is gone when, in one step under the policy; none of it if that does not end well."""
+    step = problem.step
+    machine = PaperMachine(
+        policy.link(problem.device), allocator_named("exact", None), most_recomputing=step_seconds(step)
+    )
+    run = _Run(step, machine, Controller(machine, policy, problem.allowed), frozenset(), Attention())
+    status, why = run.go(0)
+    return run.absences(run.result(status, why, step_seconds(step)).timeline) if status == "ok" else []
 
 
 @final
@@ -339,6 +356,26 @@ class _Run:
             drops=counters.drops, moves=counters.moves, refusals=dict(counters.refusals),
             remark=controller.policy.plan.remark if isinstance(controller.policy, Planned) else "",
         )  # fmt: skip
+
+    def absences(self, timeline: Timeline) -> list[Absence]:
+        """From when to when each value was gone."""
+        found, left = list[Absence](), dict[StorageId, int]()
+        made: dict[StorageId, list[tuple[int, ValueId]]] = defaultdict(list)
+        for op in self._step.ops:
+            for value in op.creates:
+                made[self._step.values[value].storage].append((op.number, value))
+        for event in timeline.events:
+            number = self._recorded_as.get(event.storage)
+            if number is None:
+                continue
+            if event.change in (Change.DROP, Change.MOVE):
+                left[number] = event.op
+            elif number in left:
+                start = left.pop(number)
+                values = [value for op, value in made[number] if op < start]
+                if values:
+                    found.append(Absence(values[-1], start, event.op))
+        return found
 
     def _origins(self, timeline: Timeline) -> Iterator[Origin]:
         """Where storages come from, as it was recorded."""

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from spillway.errors import WorkloadError
 
@@ -130,3 +131,15 @@ def padded(texts: list[bytes]) -> dict[str, Tensor]:
     length = max(map(len, rows))
     tokens = torch.tensor([row + [PAD] * (length - len(row)) for row in rows])
     return {"inputs": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
+
+
+def samples(count: int, *, longest: int = 256) -> list[Tensor]:
+    """So many functions as int64 bytes [length], each at its natural length; clipped to `longest`."""
+    return [torch.tensor(list(clipped(text, longest))) for text in islice(functions(seed=0), count)]
+
+
+def collated(rows: list[Tensor]) -> dict[str, Tensor]:
+    """One batch of samples as Hugging Face's language models take it, `input_ids`, `attention_mask` and `labels`, all
+    int64 [batch, longest of these]; they shift `labels` themselves, which are -100 at padding."""
+    labels = pad_sequence(rows, batch_first=True, padding_value=-100)
+    return {"input_ids": labels.clamp(min=0), "attention_mask": (labels >= 0).long(), "labels": labels}

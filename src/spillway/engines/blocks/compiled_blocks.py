@@ -83,10 +83,16 @@ def check_compiled(model: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
         inside = (chosen[part] for part in module.modules() if part is not module and part in chosen)
         first = next(inside, None) if is_compiled(module) else None
         if first is not None:
-            raise ModelError(
-                f"{name or 'The model'} is compiled as a whole, and so passes its block {first} by; compile the blocks "
-                f"instead ({first}.compile()) before they are managed, or do not compile."
-            )
+            raise ModelError(passes_by(f"{name or 'The model'} is compiled as a whole, and so", first))
+
+
+def passes_by(compiled: str, block: str) -> str:
+    """The sentence about a block that is part of something compiled, as is seen of modules that are, or while a forward
+    runs."""
+    return (
+        f"{compiled} passes its block {block} by; compile the blocks instead ({block}.compile()) before they are "
+        f"managed, or do not compile."
+    )
 
 
 def check_still(hook: Hook | CompiledHook, name: str) -> None:

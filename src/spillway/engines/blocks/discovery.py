@@ -14,7 +14,7 @@ from torch.nn.modules import module as torch_module
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._pytree import tree_leaves
 
-from spillway.engines.blocks.compiled_blocks import uncompiled
+from spillway.engines.blocks.compiled_blocks import passes_by, uncompiled
 from spillway.engines.blocks.cuts import WORTH, Called, Cuts, names_of
 from spillway.engines.blocks.extra_forward import undone
 from spillway.engines.blocks.functorch_hooks import Packing
@@ -79,8 +79,7 @@ class Watch:
         for name in names:
             if modules[name if name in modules else name.rpartition("-")[0]] in self._compiled:
                 raise NoBlocksError(
-                    f"Something compiled in {type(self._model).__name__} passes its block {name} by; compile the "
-                    f"blocks instead ({name}.compile()) before they are managed, or do not compile.",
+                    passes_by(f"Something compiled in {type(self._model).__name__}", name),
                     reason=f"the block {name} is called by something compiled",
                 )
         return names

@@ -9,11 +9,13 @@ Every plan is made op by op, of a step of any length, by changing drafts (`draft
 
 - the rounded solution of the program of a cut (`cut.py`), in place of the paper's two-phase rounding (section 5);
 - what DTR does (Kirisame et al., arXiv:2006.09616), knowing the step: nothing is gone at first, and where the step is
-  over its budget what takes least time a byte to bring back goes, until it fits;
+  over its budget what takes least time a byte to bring back goes, until it fits; op by op as the step runs, as DTR, and
+  where it is fullest first;
+- what DTR and MSPS leave absent when, where the problem comes with somebody who simulates them (`Problem.rehearse`);
 - checkpoints after every square root of n layers, and by bytes (`sqrt_n.py`).
 
-Then what replays make in passing stays, what has room is not gone, and the best draft is changed on, as long as that
-takes less time. `Solution.bound` is the cuts': no schedule of the step's own ops goes below it.
+Then what replays make in passing stays, what has room is not gone, and the best drafts are changed on, as long as
+that takes less time. `Solution.bound` is the cuts': no schedule of the step's own ops goes below it.
 
 Differs from the paper in:
 
@@ -47,8 +49,12 @@ from spillway.methods.checkmate.draft import Draft
 from spillway.methods.checkmate.gaps import gaps_of, without_idle_ends
 from spillway.methods.checkmate.graph import graph_of
 from spillway.methods.checkmate.milp import GAP, INFEASIBLE, OPTIMAL, Program
+from spillway.methods.dtr import DTR
 from spillway.methods.sqrt_n import SqrtN
 from spillway.units import Seconds, format_seconds
+
+REHEARSED: Final = ("dtr", "dtr-eqclass", "msps")
+"""Policies whose decisions drafts start from."""
 
 TIGHTENED: Final = 6
 """How often the program is solved for less than the budget."""
@@ -56,8 +62,11 @@ TIGHTENED: Final = 6
 STARTING: Final = 500_000
 """Ops that may be looked at to make one draft fit."""
 
-IMPROVING: Final = 400_000
-"""Ops that may be looked at to make the best draft better."""
+IMPROVED: Final = 3
+"""Drafts, the fastest ones, that are made better."""
+
+IMPROVING: Final = 200_000
+"""Ops that may be looked at to make one of them better."""
 
 
 @final
@@ -177,39 +186,46 @@ def _best_draft(
     problem: Problem, lives: Sequence[Life], found: Sequence[Cut], deadline: float
 ) -> tuple[Gap, ...] | None:
     """The gaps of the draft that takes least time; None if none fits."""
-    best: Draft | None = None
-    for draft in _drafts(problem, lives, found):
+    plain = sum(op.seconds or 0.0 for op in problem.step.ops)
+    bound = found[0].bound if found else plain
+    drafts = list[Draft]()
+    for in_order, draft in _drafts(problem, lives, found):
         draft.share()
-        if draft.repair(draft.work + STARTING):
+        if draft.repair(draft.work + STARTING, in_order=in_order):
             draft.share()
             draft.thin()
-            if best is None or draft.seconds < best.seconds:
-                best = draft
+            drafts.append(draft)
         if time.monotonic() > deadline:
             break
-    if best is None:
-        return None
-    if time.monotonic() < deadline:
-        best.improve(best.work + IMPROVING)
-    return best.gaps()
+    drafts.sort(key=lambda draft: draft.seconds)
+    for draft in drafts[:IMPROVED]:
+        if time.monotonic() < deadline and draft.seconds + plain > bound * (1 + GAP):
+            draft.improve(draft.work + IMPROVING)
+    return min(drafts, key=lambda draft: draft.seconds).gaps() if drafts else None
 
 
-def _drafts(problem: Problem, lives: Sequence[Life], found: Sequence[Cut]) -> Iterator[Draft]:
-    """What is made to fit: with nothing gone, with what a cut has gone, with checkpoints."""
+def _drafts(problem: Problem, lives: Sequence[Life], found: Sequence[Cut]) -> Iterator[tuple[bool, Draft]]:
+    """What is made to fit, and whether in the order of the ops: with nothing gone, with what a cut has gone, with
+    checkpoints."""
 
     def draft() -> Draft:
         return Draft(problem.step, lives, problem.allowed, 1 / problem.device.out_per_second)
 
-    yield draft()
+    yield from ((in_order, draft()) for in_order in (False, True))
     for cut in found[:1]:
         started = draft()
         started.drop(cut.gone, cut.op, STARTING)
-        yield started
+        yield False, started
+    if (rehearse := problem.rehearse) is not None:
+        for name in REHEARSED:
+            started = draft()
+            started.follow(rehearse(DTR.named(name)()))
+            yield False, started
     unlimited = Problem(step=problem.step, allowed=problem.step.plain_peak() * 2, device=problem.device)
     for planner in (SqrtN(), SqrtN.greedy()):
         started = draft()
         started.follow(planner.plan(unlimited).gaps)
-        yield started
+        yield False, started
 
 
 def _seconds(step: Step, lives: Sequence[Life], gaps: Sequence[Gap]) -> Seconds:

@@ -20,6 +20,7 @@ from spillway.ir.account import account
 from spillway.ir.lives import Life, idle_intervals
 from spillway.ir.recipes import LONGEST, as_one, replayed, temporaries
 from spillway.ir.step import StorageId, ValueId
+from spillway.methods.base import Absence
 from spillway.units import Bytes, Seconds
 
 SHORTLIST: Final = 8
@@ -278,8 +279,8 @@ class Draft:
                 if self.idle[number].start <= op < self.idle[number].end:
                     self.change(number, self.idle[number].end)
 
-    def follow(self, gaps: Iterable[Gap]) -> None:
-        """Have gone what these gaps of another plan have."""
+    def follow(self, gaps: Iterable[Gap | Absence]) -> None:
+        """Have gone what these gaps have, of another plan or as a policy left them."""
         for gap in sorted(gaps, key=lambda gap: (gap.start, gap.value)):
             for number in self.of_value.get(gap.value, ()):
                 one = self.idle[number]
@@ -300,13 +301,14 @@ class Draft:
                 if self.change(number, moment) and (self.seconds >= seconds or self.excess() > excess):
                     self.back_to(mark)
 
-    def repair(self, most_work: int, without: IdleId | None = None) -> bool:
-        """Make room where there is too little, each time in the way that takes least time a byte. True if there is."""
+    def repair(self, most_work: int, without: IdleId | None = None, *, in_order: bool = False) -> bool:
+        """Make room where there is too little, each time in the way that takes least time a byte. True if there is.
+        Where the step is fullest first, or where it is first too full, as what decides while it runs."""
         while (excess := self.excess()) and self.work < most_work:
             levels = self._levels()
             best: tuple[float, IdleId, int] | None = None
-            fullest = int(levels.argmax())
-            for number in self._shortlist(fullest, without):
+            here = int((levels > self.allowed).argmax() if in_order else levels.argmax())
+            for number in self._shortlist(here, without):
                 mark, seconds = self.mark(), self.seconds
                 if self.change(number, self.idle[number].end):
                     gained = excess - self.excess()

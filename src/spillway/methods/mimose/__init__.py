@@ -4,7 +4,8 @@ Liao et al., "Mimose: An Input-Aware Checkpointing Planner for Efficient Trainin
 phases (section 4.1, "sheltered" and "responsive execution") are `Mimose.phase`; the estimator (4.3) stands in
 `estimator.py` and `exact.py`, Algorithm 1 (4.4) in `scheduler.py`, the plan cache (5) in `cache.py`. What is measured,
 and so the shuttling collector (4.2), is the engine's: `Decision` says what it has to do in a step, `Mimose.end` takes
-what it measured. It measures no block that runs under a checkpoint, and so takes no data filter (Fig. 12).
+what it measured. With two forwards (`Options.forwards`) it is what the first one left, of those that the data filter
+(Fig. 12, `data_filter.py`) lets count; with one, what the engine counts as it is saved, which takes no filter.
 
 Differs from the paper in: every field of `Options`, which gives the paper's choice, Spillway's, and the reason.
 `Mimose.as_published` has the paper's. In both:

@@ -39,9 +39,7 @@ class PlanCache:
             no longer holds, or if so much more is available that another block might be kept.
     """
 
-    def __init__(
-        self, interval: int = 5, *, share: float = 0.0, batched: bool = False, trusting: bool = False
-    ) -> None:
+    def __init__(self, interval: int = 5, *, share: float = 0.0, batched: bool = False, trusting: bool = False) -> None:
         self.interval = interval
         self.share = share
         self.batched = batched

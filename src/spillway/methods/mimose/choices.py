@@ -34,7 +34,8 @@ class Options:
     """Whether the first step is a sample of the whole model. Paper: no, because optimizer state and what libraries take
     come into being in it. Here peaks end where the optimizer begins, and count tensors alone."""
     forwards: Literal[1, 2] = 1
-    """How often a block's forward runs to be measured. Paper: 2, one with everything saved and one without (Fig. 7).
+    """How often a block's forward runs to be measured. Paper: 2, one with everything saved and one without (Fig. 7):
+    bytes are then those that the first one made and left, its result apart, of calls that the data filter lets count.
     Because bytes can be counted as they are handed to autograd, and let go at once."""
     exact_bytes: bool = True
     """Whether exact polynomials are looked for, of the size or of how many whole windows of it there are. Paper: least
@@ -51,8 +52,8 @@ class Options:
     """Bytes that stay free below what is available. Paper: 0.5 to 1 GB for fragmentation, in the public scripts up to
     16. Because what is counted here is simulated (`checks_peak`) and what is not is corrected (`corrects`)."""
     interval: int = 1
-    """Sizes are rounded up to multiples of this, and share a plan. Paper: 5 for text, 100 for pictures. Because `similar`
-    takes its place. The number of samples of `batched` is not rounded."""
+    """Sizes are rounded up to multiples of this, and share a plan. Paper: 5 for text, 100 for pictures. Because
+    `similar` takes its place. The number of samples of `batched` is not rounded."""
     similar: float = 0.02
     """Where `interval` is 1: sizes that are at most about this share apart have one plan, that of the largest of them
     which was seen; 0 for a plan of every size. Paper: none, sizes are rounded. Because a share wastes the same at every
