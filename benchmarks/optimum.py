@@ -52,7 +52,7 @@ def run(size: Size, tell: Tell) -> Result:
             tell(f"{name} at {share:.0%}: {_told(rows[-1])}")
     return Result(
         title=f"what recomputes beside the least that it can take, simulated on {DEVICE}", columns=COLUMNS, rows=rows,
-        checks=checks(rows), notes=NOTES,
+        notes=NOTES,
     )  # fmt: skip
 
 
@@ -89,8 +89,9 @@ def _told(row: Row) -> str:
     return f"bound {bound:.4f}, checkmate {ours:.4f}, {row['heuristic']} {best:.4f}"
 
 
-def checks(rows: Sequence[Row]) -> list[Check]:
+def _checks(result: Result) -> list[Check]:
     """What no row may have, and how far Checkmate may be from the bound."""
+    rows = result.rows
     feasible = [row for row in rows if not row["infeasible"]]
 
     def fastest(row: Row, *keys: str) -> float:
@@ -136,6 +137,7 @@ NOTES: Final = (
 BENCHMARK: Final = Benchmark(
     name="optimum",
     run=run,
+    judge=_checks,
     full=Size(
         workloads=(
             ("resnet", {}), ("resnet50", {}), ("bert-base", {"batch": 16, "length": 512}),

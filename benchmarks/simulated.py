@@ -2,8 +2,7 @@
 
 Both decide by seconds. So that one clock is behind both, the machine on paper has copies that take what the session's
 took, by a line through their bytes and seconds: a session's copies run beside its ops, and are slower than those that
-were measured alone. How paper decides by the latter is shown beside it. Its ops take the recorded seconds times what a
-plain step beside the session took of the recorded ones.
+were measured alone. How paper decides by the latter is shown beside it.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from benchmarks.models import build
 from benchmarks.record import Benchmark, Check, Result, Row, Tell, frozen
 from spillway.calibration.measured import this_machine
 from spillway.costs.device import Device
-from spillway.costs.roofline import step_seconds
 from spillway.ir import Change, Recorded, Timeline
 from spillway.ir.spans import Lane, Span
 from spillway.methods import METHODS
@@ -196,12 +194,8 @@ def _row(
     allowed = int(recorded.step.plain_peak() * share)
     real = measured(workload, allowed, _policy(method), steps)
 
-    recorded_seconds = step_seconds(recorded.step)
-    ops = [replace(op, seconds=(op.seconds or 0.0) * real.plain / recorded_seconds) for op in recorded.step.ops]
-    step = replace(recorded.step, ops=tuple(ops))
-
     def on_paper(machine: Device) -> Simulation:
-        return simulate(step, allowed=allowed, method=_policy(method), device=machine, steps=WARM + steps)
+        return simulate(recorded.step, allowed=allowed, method=_policy(method), device=machine, steps=WARM + steps)
 
     session, alone = link_of(real.copies, device), on_paper(device)
     ran = on_paper(session)
@@ -217,7 +211,7 @@ def _row(
         "overhead": overhead, "simulated_overhead": ran.overhead,
         "extra": extra, "simulated_extra": ran.seconds - ran.plain_seconds,
         "of_extra": (ran.seconds - ran.plain_seconds) / extra if extra > 0 else 1.0,
-        "plain_seconds": real.plain, "ops_seconds": recorded_seconds,
+        "plain_seconds": real.plain, "ops_seconds": ran.plain_seconds,
         "stall": real.last.stall_seconds, "simulated_stall": ran.stall_seconds,
         "moves": real.last.moves, "simulated_moves": ran.moves, "alone_moves": alone.moves,
         "drops": real.last.drops, "simulated_drops": ran.drops, "alone_drops": alone.drops,
@@ -269,8 +263,8 @@ NOTES: Final = (
     "Overhead: seconds over those of a plain step, real ones over a real one, simulated ones over the sum of measured "
     "op seconds. Extra: what is above the plain step. Plain and managed steps take turns.",
     "Freed memory is kept: returning it to the system makes page faults, which the machine on paper does not know.",
-    "Simulated: by copies that take what the session's took, and recorded ops times what plain steps beside the "
-    "session took of them. By copies alone: as the machine was measured, idle.",
+    "Simulated: by copies that take what the session's took. By copies alone: as the machine was measured, idle. Ops "
+    "take what they were recorded to take, each the median of some steps.",
     "Same decisions: of what left and came back in the last step, the share that both have, by storage and way.",
 )
 

@@ -72,7 +72,7 @@ COMMAND_LINE = {
         "[--methods]",
         "[--device]",
         "[--plan-seconds]",
-        "[--bounds]",
+        "[--bounds/--no-bounds]",
         "[--processes]",
         "[--output/-o]",
         "[--png]",

@@ -23,7 +23,6 @@ from benchmarks import (
     machine,
     modelled,
     models,
-    optimum,
     race,
     random_programs,
     show,
@@ -255,25 +254,19 @@ def test_simulated_compares_a_step_on_paper_with_the_real_one() -> None:
         assert 0 <= row["same"] <= 1
 
 
-def test_decisions_that_differ_are_missed_and_said_to_differ_for_what_was_measured() -> None:
+def test_decisions_that_differ_are_said_to_differ_for_what_was_measured() -> None:
     alike = {
         "workload": "w", "method": "delta", "share": 0.5, "of_extra": 1.1, "peak": 100, "simulated_peak": 100,
         "moves": 40, "simulated_moves": 41, "drops": 20, "simulated_drops": 19, "returns": 50, "simulated_returns": 52,
         "same": 0.95, "link": 1.0, "plain_seconds": 1.0, "ops_seconds": 1.0,
     }  # fmt: skip
-    assert all(check.met for check in simulated._checks(alike))
     assert simulated.cause(alike) == ""
-    for planted, missed, why in (
-        ({"simulated_moves": 60}, "moves", "few there are"), ({"drops": 2, "same": 0.3}, "drops", "not by"),
-        ({"simulated_returns": 9, "same": 0.3, "link": 3.0}, "returns", "3.0 times as long"),
-        ({"moves": 1, "same": 0.3, "plain_seconds": 2.0}, "moves", "2.00 times"),
+    for planted, why in (
+        ({"simulated_moves": 60}, "moves apart: few there are"), ({"drops": 2, "same": 0.3}, "drops apart: not by"),
+        ({"simulated_returns": 9, "same": 0.3, "link": 3.0}, "returns apart: copies took 3.0 times as long"),
+        ({"moves": 1, "same": 0.3, "plain_seconds": 2.0}, "moves apart: steps took 2.00 times"),
     ):  # fmt: skip
-        row = {**alike, **planted}
-        assert [check.what for check in simulated._checks(row) if not check.met] == [
-            f"simulated {missed}, apart from the real ones, w, delta at 50%"
-        ]
-        assert why in simulated.cause(row)
-    assert not all(check.met for check in simulated._checks({**alike, "of_extra": 0.7}))
+        assert simulated.cause({**alike, **planted}).startswith(why)
 
 
 def test_copies_of_a_session_are_a_line_again() -> None:
@@ -293,17 +286,6 @@ def test_the_optimum_is_between_the_bound_and_the_others() -> None:
     fits, none = quick("optimum").rows
     assert 1 <= fits["bound"] <= fits["checkmate"] <= fits["best"]
     assert (none["infeasible"], none["bound"], none["checkmate"], none["best"]) == (True, None, None, None)
-
-
-def test_a_wrong_bound_and_a_poor_plan_are_found_out() -> None:
-    row = {"ops": 500, "infeasible": False, "bound": 1.1, "checkmate": 1.15, "best": 1.2, "gap": 0.05}
-    assert all(check.met for check in optimum.checks([row, {**row, "ops": 2000}]))
-    for planted, said in (
-        ({"best": 1.12}, "faster than Checkmate"), ({"bound": 1.16}, "faster than the bound"),
-        ({"infeasible": True, "bound": None}, "faster than the bound"), ({"gap": 0.11}, "up to 1000 ops"),
-        ({"ops": 2000, "gap": 0.21}, "more than 1000 ops"), ({"checkmate": None, "gap": None}, "faster than Checkmate"),
-    ):  # fmt: skip
-        assert [said in check.what for check in optimum.checks([row, {**row, **planted}]) if not check.met] == [True]
 
 
 def test_the_largest_op_is_found_with_every_storage_counted_once() -> None:

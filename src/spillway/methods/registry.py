@@ -29,6 +29,7 @@ from spillway.methods.uvm import UVM
 from spillway.methods.window import Window
 from spillway.methods.window.improved import ImprovedWindow
 from spillway.methods.zero_offload import ZeroOffload
+from spillway.units import Seconds
 
 Runs: TypeAlias = Literal["tensor engine", "block engine"]
 
@@ -63,6 +64,11 @@ def _auto() -> AutoPlanner:
     return AutoPlanner((ImprovedWindow(), Window()))
 
 
+def _checkmate(time_limit: Seconds = 60.0) -> Checkmate:
+    policies = (DTR.named(name) for name in ("dtr", "dtr-eqclass", "msps"))
+    return Checkmate(time_limit, starts=(SqrtN, SqrtN.greedy, *policies))
+
+
 METHODS: Mapping[str, Method] = MappingProxyType(
     {
         AutoPlanner.name: Method(_auto, Auto),
@@ -72,7 +78,7 @@ METHODS: Mapping[str, Method] = MappingProxyType(
         "delta-published": Method(Delta.as_published),
         **{name: Method(DTR.named(name)) for name in HEURISTICS},
         SqrtN.name: Method(SqrtN),
-        Checkmate.name: Method(Checkmate),
+        Checkmate.name: Method(_checkmate),
         Swap.name: Method(Swap),
         "swap-prefetch": Method(Swap.ahead),
         UVM.name: Method(UVM),

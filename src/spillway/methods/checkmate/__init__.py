@@ -11,8 +11,9 @@ Every plan is made op by op, of a step of any length, by changing drafts (`draft
 - what DTR does (Kirisame et al., arXiv:2006.09616), knowing the step: nothing is gone at first, and where the step is
   over its budget what takes least time a byte to bring back goes, until it fits; op by op as the step runs, as DTR, and
   where it is fullest first;
-- what DTR and MSPS leave absent when, where the problem comes with somebody who simulates them (`Problem.rehearse`);
-- checkpoints after every square root of n layers, and by bytes (`sqrt_n.py`).
+- what other methods have gone (`starts`): plans as they are, and what policies leave absent when, where the problem
+  comes with somebody who simulates them (`Problem.rehearse`). By its name it has checkpoints after every square root of
+  n layers, and by bytes, and DTR and MSPS.
 
 Then what replays make in passing stays, what has room is not gone, and the best drafts are changed on, as long as
 that takes less time. `Solution.bound` is the cuts': no schedule of the step's own ops goes below it.
@@ -32,7 +33,7 @@ Not implemented: the paper's cost model of a TPU and its TensorFlow graphs.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, final
 
@@ -43,18 +44,13 @@ from spillway.ir.lives import Life, lives_of
 from spillway.ir.plan import Recompute
 from spillway.ir.recipes import replayed
 from spillway.methods.absent_bytes import load_solver
-from spillway.methods.base import AbstractPlanner, Problem
+from spillway.methods.base import AbstractPlanner, AbstractPolicy, Problem
 from spillway.methods.checkmate.cut import Cut, cuts
 from spillway.methods.checkmate.draft import Draft
 from spillway.methods.checkmate.gaps import gaps_of, without_idle_ends
 from spillway.methods.checkmate.graph import graph_of
 from spillway.methods.checkmate.milp import GAP, INFEASIBLE, OPTIMAL, Program
-from spillway.methods.dtr import DTR
-from spillway.methods.sqrt_n import SqrtN
-from spillway.units import Seconds, format_seconds
-
-REHEARSED: Final = ("dtr", "dtr-eqclass", "msps")
-"""Policies whose decisions drafts start from."""
+from spillway.units import Bytes, Seconds, format_seconds
 
 TIGHTENED: Final = 6
 """How often the program is solved for less than the budget."""
@@ -82,6 +78,8 @@ class Solution:
     """No schedule of the step's ops that only recomputes takes less under the budget."""
     proven: bool
     """Whether it is known to be an optimum: by the bound, or by the program for the whole budget."""
+    tightened: Bytes = 0
+    """Bytes of the budget given up because a plan cannot say what the program's schedule says."""
 
     @property
     def gap(self) -> float:
@@ -98,16 +96,21 @@ class Checkmate(AbstractPlanner):
             program takes what is left.
         most_nodes: Nodes up to which the program is solved.
         backward_again: Whether nodes of the backward may run again too, in the program.
+        starts: Make other methods; drafts start from what these have gone.
     """
 
     name = "checkmate"
 
-    def __init__(self, time_limit: Seconds = 60.0, most_nodes: int = 40, *, backward_again: bool = False) -> None:
+    def __init__(
+        self, time_limit: Seconds = 60.0, most_nodes: int = 40, *, backward_again: bool = False,
+        starts: Sequence[Callable[[], AbstractPlanner | AbstractPolicy]] = (),
+    ) -> None:  # fmt: skip
         if not (time_limit > 0 and most_nodes >= 0):
             raise UsageError(f"Checkmate needs time and 0 nodes or more, got {time_limit} s and {most_nodes} nodes.")
         self.time_limit = time_limit
         self.most_nodes = most_nodes
         self.backward_again = backward_again
+        self.starts = tuple(starts)
 
     def plan(self, problem: Problem) -> Plan:
         """The best plan that was found.
@@ -127,48 +130,94 @@ class Checkmate(AbstractPlanner):
             return Solution(plan=problem.plan_with((), lives), seconds=plain, bound=plain, proven=True)
         found = cuts(problem.step, lives, problem.allowed)
         bound = found[0].bound if found else plain
-        best = _best_draft(problem, lives, found, deadline)
-        proven = best is not None and _seconds(problem.step, lives, best) <= bound * (1 + GAP)
+        best = self._best_draft(problem, lives, found, deadline)
+        proven, tightened = best is not None and _seconds(problem.step, lives, best) <= bound * (1 + GAP), 0
         if not proven:
-            best, proven = self._by_program(problem, lives, best, deadline)
+            best, proven, tightened = self._by_program(problem, lives, best, deadline)
         if best is None:
             raise NoPlanFound(
                 f"Checkmate found no plan within {problem.allowed} bytes in {format_seconds(self.time_limit)}: allow a "
                 f"larger budget."
             )
         return Solution(
-            plan=problem.plan_with(best, lives), seconds=_seconds(problem.step, lives, best), bound=bound, proven=proven
-        )
+            plan=problem.plan_with(best, lives), seconds=_seconds(problem.step, lives, best), bound=bound,
+            proven=proven, tightened=tightened,
+        )  # fmt: skip
 
     def _by_program(
         self, problem: Problem, lives: Sequence[Life], best: tuple[Gap, ...] | None, deadline: float
-    ) -> tuple[tuple[Gap, ...] | None, bool]:
-        """The best plan with the program's among them, and whether it is proven to be an optimum of that."""
+    ) -> tuple[tuple[Gap, ...] | None, bool, Bytes]:
+        """The best plan with the program's among them, whether it is proven to be an optimum of that, and what of the
+        budget was given up for it."""
         step, budget = problem.step, problem.allowed
         if len(step.ops) > self.most_nodes:  # a node is one op or more
-            return best, False
+            return best, False, 0
         graph = graph_of(step, backward_again=self.backward_again)
         whole = len(graph.nodes) == len(step.ops)
         for attempt in range(TIGHTENED):
             left = deadline - time.monotonic()
             if left <= 0:
-                return best, False
+                return best, False, 0
             known = _seconds(step, lives, best) if best is not None else float("inf")
             # A schedule that a plan cannot say leaves half of the time to look for another.
             answer = Program(graph, budget).solve(left / 2, below=known * (1 - GAP))
             if answer.status == INFEASIBLE:
-                return best, best is not None and whole and not attempt
+                return best, best is not None and whole and not attempt, 0
             gaps = gaps_of(graph, answer) if answer.keep else None
             if gaps is None:
-                return best, False
+                return best, False, 0
             over = account(step, gaps, lives).peak - problem.allowed
             if over <= 0:
                 gaps = without_idle_ends(graph, gaps, problem.allowed)
-                if _seconds(step, lives, gaps) < known:
-                    best = gaps
-                return best, answer.status == OPTIMAL and whole and not attempt
+                if _seconds(step, lives, gaps) >= known:
+                    return best, False, 0
+                return gaps, answer.status == OPTIMAL and whole and not attempt, problem.allowed - budget
             budget -= over
-        return best, False
+        return best, False, 0
+
+    def _best_draft(
+        self, problem: Problem, lives: Sequence[Life], found: Sequence[Cut], deadline: float
+    ) -> tuple[Gap, ...] | None:
+        """The gaps of the draft that takes least time; None if none fits."""
+        plain = sum(op.seconds or 0.0 for op in problem.step.ops)
+        bound = found[0].bound if found else plain
+        drafts = list[Draft]()
+        for in_order, draft in self._drafts(problem, lives, found):
+            draft.share()
+            if draft.repair(draft.work + STARTING, in_order=in_order):
+                draft.share()
+                draft.thin()
+                drafts.append(draft)
+            if time.monotonic() > deadline:
+                break
+        drafts.sort(key=lambda draft: draft.seconds)
+        for draft in drafts[:IMPROVED]:
+            if time.monotonic() < deadline and draft.seconds + plain > bound * (1 + GAP):
+                draft.improve(draft.work + IMPROVING)
+        return min(drafts, key=lambda draft: draft.seconds).gaps() if drafts else None
+
+    def _drafts(
+        self, problem: Problem, lives: Sequence[Life], found: Sequence[Cut]
+    ) -> Iterator[tuple[bool, Draft]]:  # fmt: skip
+        """What is made to fit, and whether in the order of the ops: with nothing gone, with what a cut has gone, with
+        what other methods have gone."""
+
+        def draft() -> Draft:
+            return Draft(problem.step, lives, problem.allowed, 1 / problem.device.out_per_second)
+
+        yield from ((in_order, draft()) for in_order in (False, True))
+        for cut in found[:1]:
+            started = draft()
+            started.drop(cut.gone, cut.op, STARTING)
+            yield False, started
+        unlimited = Problem(step=problem.step, allowed=problem.step.plain_peak() * 2, device=problem.device)
+        for start in self.starts:
+            method, started = start(), draft()
+            if isinstance(method, AbstractPlanner):
+                started.follow(method.plan(unlimited).gaps)
+            elif problem.rehearse is not None:
+                started.follow(problem.rehearse(method))
+            yield False, started
 
 
 def lower_bound(problem: Problem) -> Seconds:
@@ -180,52 +229,6 @@ def lower_bound(problem: Problem) -> Seconds:
     """
     found = cuts(problem.step, lives_of(problem.step), problem.allowed)
     return found[0].bound if found else sum(op.seconds or 0.0 for op in problem.step.ops)
-
-
-def _best_draft(
-    problem: Problem, lives: Sequence[Life], found: Sequence[Cut], deadline: float
-) -> tuple[Gap, ...] | None:
-    """The gaps of the draft that takes least time; None if none fits."""
-    plain = sum(op.seconds or 0.0 for op in problem.step.ops)
-    bound = found[0].bound if found else plain
-    drafts = list[Draft]()
-    for in_order, draft in _drafts(problem, lives, found):
-        draft.share()
-        if draft.repair(draft.work + STARTING, in_order=in_order):
-            draft.share()
-            draft.thin()
-            drafts.append(draft)
-        if time.monotonic() > deadline:
-            break
-    drafts.sort(key=lambda draft: draft.seconds)
-    for draft in drafts[:IMPROVED]:
-        if time.monotonic() < deadline and draft.seconds + plain > bound * (1 + GAP):
-            draft.improve(draft.work + IMPROVING)
-    return min(drafts, key=lambda draft: draft.seconds).gaps() if drafts else None
-
-
-def _drafts(problem: Problem, lives: Sequence[Life], found: Sequence[Cut]) -> Iterator[tuple[bool, Draft]]:
-    """What is made to fit, and whether in the order of the ops: with nothing gone, with what a cut has gone, with
-    checkpoints."""
-
-    def draft() -> Draft:
-        return Draft(problem.step, lives, problem.allowed, 1 / problem.device.out_per_second)
-
-    yield from ((in_order, draft()) for in_order in (False, True))
-    for cut in found[:1]:
-        started = draft()
-        started.drop(cut.gone, cut.op, STARTING)
-        yield False, started
-    if (rehearse := problem.rehearse) is not None:
-        for name in REHEARSED:
-            started = draft()
-            started.follow(rehearse(DTR.named(name)()))
-            yield False, started
-    unlimited = Problem(step=problem.step, allowed=problem.step.plain_peak() * 2, device=problem.device)
-    for planner in (SqrtN(), SqrtN.greedy()):
-        started = draft()
-        started.follow(planner.plan(unlimited).gaps)
-        yield False, started
 
 
 def _seconds(step: Step, lives: Sequence[Life], gaps: Sequence[Gap]) -> Seconds:
