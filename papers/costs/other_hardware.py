@@ -14,14 +14,18 @@ from typing import Any, Final
 from benchmarks import columns
 from benchmarks.record import Benchmark, Check, Result, Row, Tell, frozen
 from papers.papaya.models import BUILDS
-from papers.papaya.simulated import bench_of, largest_batch
+from papers.papaya.simulated import bench_of
+from spillway.advisor.bench import AbstractBench
 from spillway.advisor.model import ring_seconds
-from spillway.advisor.simulated import SimulatedBench, Steps
+from spillway.advisor.simulated import SimulatedBench
 from spillway.costs import PUBLISHED, device_named
+from spillway.units import Bytes
 
 METHODS: Final = ("plain", "checkpoint")
 SHARE: Final = 0.8
 """Of memory, what steps may take: PAPAYA's."""
+TRIED: Final = (8, 24)
+"""Batches that the line of a peak goes through."""
 NVLINK: Final = 25e9
 """Bytes per second of one link of NVLink 2.0 in one direction, by its data sheet: a ring over one link each."""
 
@@ -40,32 +44,43 @@ def run(size: Size, tell: Tell) -> Result:
     rows: list[Row] = []
     for name, options in size.options.items():
         steps = bench_of(name, options)[1]
-        for device in dict.fromkeys(device for device, _ in size.hardware):
-            counts = [count for one, count in size.hardware if one == device]
-            rows += _rows(name, steps, device, counts)
+        benches = {called: SimulatedBench(name, steps, device_named(called)) for called, _ in size.hardware}
+        for method in METHODS:
+            batches: dict[Bytes, int] = {}  # the same on all devices of the same memory
+            for called, count in size.hardware:
+                limit = int(SHARE * benches[called].device.memory)
+                if limit not in batches:
+                    batches[limit] = largest_on_line(next(iter(benches.values())), method, limit)
+                rows.append(_row(benches[called], method, batches[limit], called, count))
         tell(f"{name}: simulated")
     return Result(title=TITLE, columns=COLUMNS, rows=rows, notes=(NOTE,))
 
 
-def _rows(name: str, steps: Steps, called: str, counts: Sequence[int]) -> Iterator[Row]:
-    device = device_named(called)
-    bench, limit = SimulatedBench(name, steps, device), int(SHARE * device.memory)
-    gradients, guess = bench.gradient_bytes(), 16
-    least, most = PUBLISHED.step_spread
-    for method in METHODS:
-        batch = guess = largest_batch(bench, method, limit, guess) or 0
-        seconds = bench.measure(method, batch).seconds if batch else None
-        for count in counts:
-            told: dict[str, Any] = {"throughput": None, "low": None, "high": None}
-            if seconds is not None:
-                exchanged = ring_seconds(gradients, count, bytes_per_second=NVLINK, latency=0.0) if count > 1 else 0.0
-                told = {
-                    "throughput": count * batch / (seconds + exchanged),
-                    "low": count * batch / (most * seconds + exchanged),
-                    "high": count * batch / (least * seconds + exchanged),
-                }
-            yield {"model": name, "device": called, "count": count, "method": method, "batch": batch, **told}
-        guess = batch or 16
+def largest_on_line(bench: AbstractBench, method: str, limit: Bytes) -> int:
+    """The largest batch whose peak is within the limit, looked for where a line has it; 0 if no sample is."""
+
+    def peak(size: int) -> Bytes:
+        return bench.measure(method, size).peak or 0
+
+    first, second = (peak(size) for size in TRIED)
+    each = (second - first) / (TRIED[1] - TRIED[0])
+    batch = max(int(TRIED[1] + (limit - second) / each), 1) if each > 0 else TRIED[1]
+    while peak(batch + 1) <= limit:
+        batch += 1
+    while batch and peak(batch) > limit:
+        batch -= 1
+    return batch
+
+
+def _row(bench: SimulatedBench, method: str, batch: int, called: str, count: int) -> Row:
+    seconds = bench.measure(method, batch).seconds if batch else None
+    told: dict[str, Any] = {"throughput": None, "low": None, "high": None}
+    if seconds is not None:
+        least, most = PUBLISHED.step_spread
+        exchanged = ring_seconds(bench.gradient_bytes(), count, bytes_per_second=NVLINK) if count > 1 else 0.0
+        found = (count * batch / (times * seconds + exchanged) for times in (1.0, most, least))
+        told = dict(zip(told, found, strict=True))
+    return {"model": bench.name, "device": called, "count": count, "method": method, "batch": batch, **told}
 
 
 def judge(result: Result) -> Iterator[Check]:

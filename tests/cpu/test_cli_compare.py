@@ -29,7 +29,7 @@ from tests.shared import HANGS, without_page
 
 KEYS = [
     "method", "budget_bytes", "status", "overhead", "seconds", "peak_bytes", "bytes_out", "bytes_in",
-    "recomputed_seconds", "why", "remark",
+    "recomputed_seconds", "overhead_range", "seconds_range", "why", "remark",
 ]  # fmt: skip
 
 

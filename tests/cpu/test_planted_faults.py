@@ -72,7 +72,7 @@ def kept(collection: Collection, name: str) -> Kept:
     data = json.loads(path.read_text("utf-8")) if path.is_file() else {"rows": []}
     right = RIGHT.get(name, {})
     facts = {**{key: value for key, value in right.items() if key != "rows"}, **data.get("facts", {})}
-    return Kept(load(name, collection), data["rows"] or right["rows"], facts)
+    return Kept(load(name, collection), right.get("rows", data["rows"]), facts)
 
 
 @pytest.mark.parametrize(("collection", "name"), TARGETS, ids=[name for _, name in TARGETS])

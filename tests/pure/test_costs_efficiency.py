@@ -58,6 +58,10 @@ def test_a_convolution_is_a_product_of_places_with_windows() -> None:
     assert (work.products, work.rows, work.columns, work.inner, work.window) == (2, 800, 2, 45, 15)
 
 
+def test_a_depthwise_convolution_is_no_product() -> None:
+    assert work_of(Step(storages=(), values=(), ops=()), op((8, 64, 64, 100, 3, 3, 1, 64))).columns == 0
+
+
 def test_a_product_gets_less_where_it_is_narrow_short_or_small() -> None:
     work = Work(OpKind.MATMUL, 10**12, 0, products=1, rows=1280, columns=64, inner=50)
     assert seconds(work) == pytest.approx(1.0)

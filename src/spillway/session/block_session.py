@@ -589,7 +589,7 @@ class _Step(AbstractStep):
         session._remember(large=session._paging is None or not session._paging.knows(self._entered[1:]))
         known = storages(session._tensors(self._batch))
         self._known = {storage.data_ptr(): storage.nbytes() for storage in known}
-        self._start = sum(self._known.values())
+        self._start = self._named = sum(self._known.values())
         if session._device.type == "cuda":
             self._start = session._meter.read()
         self._gradients = storages((Kind.GRADIENT, p.grad) for p in session._model.parameters() if p.grad is not None)
@@ -651,7 +651,7 @@ class _Step(AbstractStep):
         level = self._trace.level() if self._trace is not None else None
         if level is None:
             level = session._meter.read() - self._base
-        self._page(max(self._start + level - session._named_bytes(self._batch), 0))
+        self._page(max(level - session._named_bytes(self._batch) + self._named, 0))
         self._until = watch.peak if watch is not None else 0
         return True
 

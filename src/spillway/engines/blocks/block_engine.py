@@ -6,7 +6,7 @@ import random
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from os import PathLike
 from types import TracebackType
@@ -145,6 +145,19 @@ class HeldCall:
             return sum(one.nbytes for one in call.waiting() if one.leaving) if call is not None else 0
 
 
+@dataclass(slots=True)
+class _FirstForwards:
+    """What `BlockEngine.rehearses` has run."""
+
+    record: list[tuple[ModuleCall, Unit, Bytes | None]] = field(default_factory=list)
+    """The first forward of the outermost block that is running, and within it both of every other, in the order in
+    which they began; with what the first ones left."""
+    open: list[int] = field(default_factory=list)
+    """Places in the record of those that are running."""
+    running: int = 0
+    """How many of them are first ones."""
+
+
 @final
 class BlockEngine:
     """Carries out an action for each call of each block of a model, under gradients; without them blocks run plainly.
@@ -177,6 +190,9 @@ class BlockEngine:
             latter also by a forward, where `actions` is a function.
         ModelError: No blocks, a name that is none, the model's own checkpointing is on, or it is compiled.
     """
+
+    rehearses = False
+    """Whether every block runs once more before it runs, is measured and forgotten: the published collector."""
 
     def __init__(
         self,
@@ -221,15 +237,7 @@ class BlockEngine:
         self.bypassed = False
         """Whether blocks run as if nobody watched, for forwards that are known to fit: no call added per op, nothing is
         counted and nothing can be revoked."""
-        self.rehearses = False
-        """Whether every block runs once more before it runs, is measured and forgotten: the published collector."""
-        self._record: list[tuple[ModuleCall, Unit, Bytes | None]] = []
-        """The first forward of the outermost block that is running, and within it both of every other, in the order in
-        which they began; with what the first ones left."""
-        self._open: list[int] = []
-        """Places in the record of those that are running."""
-        self._rehearsing = 0
-        """How many of them are first ones."""
+        self._first = _FirstForwards()
         self.observer: Observer | None = None
         self.called: tuple[Any, dict[str, Any]] | None = None
         """What the model's forward was called with last, tensors without their bytes, where somebody observes."""
@@ -476,7 +484,7 @@ class BlockEngine:
                     check_still(self._fronts[block.name], block.name)
                 block.calls = 0
             self._reports, self._calls = [], {}
-            self._record, self._open, self._rehearsing = [], [], 0
+            self._first = _FirstForwards()
             self._runtime.begin_step()
             if self.observer is not None:
                 self.called = without_bytes(args, kwargs)
@@ -507,7 +515,7 @@ class BlockEngine:
     def _watched_call(self, block: Block, replay: Replay | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if replay is not None:
             return replay.call(block, args, kwargs)
-        if self._rehearsing:
+        if self._first.running:
             return self._call_in_rehearsal(block, args, kwargs)
         report = self._begun(block)
         # Within a counted call what was saved twice would count twice; there the data filter takes nothing anyway.
@@ -543,27 +551,29 @@ class BlockEngine:
         """
         seen = Seen()
         around = undone(self._runtime.environment, (block.module,), args, kwargs, seen)
-        self._rehearsing += 1
+        self._first.running += 1
         try:
             with self._entered(unit, checkpointed=False) as place:
                 with around as (given, named):
                     output = heard(block.forward, *given, **named)
                     left = seen.left(output)
                     del output
-                self._record[place] = *self._record[place][:2], left
+                self._first.record[place] = *self._first.record[place][:2], left
         except BaseException as error:
             if by_signal(error):
                 raise
             return None if isinstance(error, Exception) else without_locals(error)
         finally:
-            self._rehearsing -= 1
+            self._first.running -= 1
             if self.closed:
                 self._remove_hooks()
         return None
 
     def _call_in_rehearsal(self, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Of a block within a first forward: it has both of its own there, and nothing is to be had of the second."""
-        before = sum(one.name == block.name and one.checkpointed for one, _, _ in self._record[self._open[0] :])
+        before = sum(
+            one.name == block.name and one.checkpointed for one, _, _ in self._first.record[self._first.open[0] :]
+        )
         unit = block.name, block.calls + before
         interruption = self._rehearse(block, unit, args, kwargs)
         with self._entered(unit, checkpointed=True):
@@ -575,24 +585,26 @@ class BlockEngine:
     @contextmanager
     def _entered(self, unit: Unit, *, checkpointed: bool) -> Iterator[int]:
         """Around a forward of a block, with its place in the record."""
-        inside = self._open[-1] if self._open else None
-        place = len(self._record)
-        self._record.append((ModuleCall(name=unit[0], inside=inside, checkpointed=checkpointed), unit, None))
-        self._open.append(place)
+        inside = self._first.open[-1] if self._first.open else None
+        place = len(self._first.record)
+        self._first.record.append((ModuleCall(name=unit[0], inside=inside, checkpointed=checkpointed), unit, None))
+        self._first.open.append(place)
         try:
             yield place
         finally:
-            del self._open[self._open.index(place) :]
+            del self._first.open[self._first.open.index(place) :]
 
     def _settle(self) -> None:
         """When a block has ended that lies in no other: what the data filter leaves of the record is measured."""
         measured: dict[Unit, Bytes] = {}
-        for (_, unit, left), valid in zip(self._record, valid_calls([one for one, _, _ in self._record]), strict=True):
+        for (_, unit, left), valid in zip(
+            self._first.record, valid_calls([one for one, _, _ in self._first.record]), strict=True
+        ):
             if left is not None:
                 measured[unit] = max(left if valid else 0, measured.get(unit, 0))
         for report in self._reports:
             report.rehearsed_bytes = measured.get((report.block, report.call), report.rehearsed_bytes)
-        self._record = []
+        self._first.record = []
 
     def _pass_by(self, block: Block) -> None:
         """A call that is only counted."""
