@@ -322,6 +322,8 @@ def test_a_plan_is_made_again_when_it_no_longer_holds_or_a_block_more_might_be_k
     trusting = PlanCache(1, trusting=True)
     trusting.put(a_plan((7,)))
     assert all(trusting.find((7,), available) for available in (1, 49, 500))
+    trusting.doubt()
+    assert trusting.find((7,), 60) is None, "what is available changes nothing, and what was measured does"
 
 
 def test_a_plan_that_recomputes_nothing_or_does_not_hold_is_right_on_its_side() -> None:

@@ -89,12 +89,11 @@ class PlanCache:
         kept = self._plans.get(self._bucket(rounded))
         if kept is not None and kept.plan.size != rounded:
             kept = None
-        if kept is not None and not self.trusting:
-            if kept.doubted:
-                plan = look(kept.plan) if look is not None else None
-                kept = None if plan is None else self._keep(plan)
-            if kept is not None and not kept.least <= available < kept.below:
-                kept = None
+        if kept is not None and kept.doubted:
+            plan = look(kept.plan) if look is not None else None
+            kept = None if plan is None else self._keep(plan)
+        if kept is not None and not (self.trusting or kept.least <= available < kept.below):
+            kept = None
         self.hits += kept is not None
         self.misses += kept is None
         return None if kept is None else kept.plan
