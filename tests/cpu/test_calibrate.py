@@ -14,7 +14,9 @@ from spillway.advisor.calibrating import NETWORKS, workload_of
 from spillway.cli import main
 from spillway.costs import read_device, write_device
 from spillway.costs.device import DEVICES
+from spillway.engines.tensors.ops import OpInfo
 from spillway.recording import record, record_step
+from spillway.recording.formulas import shape_of
 
 
 @pytest.mark.parametrize(
@@ -43,12 +45,26 @@ def test_batched_products_are_counted() -> None:
     assert [op.shape for op in step.ops] == [(2, 3, 5, 4)]
 
 
+def test_products_in_another_type_are_counted() -> None:
+    one = torch.ones(3, 4, dtype=torch.bfloat16, device="meta")
+    made = torch.mm(one, one.t(), out_dtype=torch.float32)
+    info = OpInfo(torch.ops.aten.mm.dtype)
+    assert shape_of(info, (one, one.t(), torch.float32), made) == (1, 3, 3, 4)
+
+
 @pytest.mark.parametrize("name", NETWORKS)
 def test_a_network_trains(name: str) -> None:
     workload = workload_of(name, 4, "cpu")
     batch = next(iter(workload.batches(1)))
     losses = [float(workload.train_step(batch)) for _ in range(6)]
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("size", [2, 25])
+def test_a_network_has_any_size(name: str, size: int) -> None:
+    workload = workload_of(name, size, "cpu")
+    assert workload.train_step(next(iter(workload.batches(1)))).isfinite()
 
 
 @pytest.fixture
@@ -99,10 +115,11 @@ def test_what_is_simulated_for_a_device_file_has_its_intervals(
             assert row["overhead_range"][0] <= row["overhead"] <= row["overhead_range"][1]
 
 
-def test_sizes_are_numbers(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("sizes", ["big", "4,1", ","])
+def test_sizes_are_numbers(capsys: pytest.CaptureFixture[str], tmp_path: Path, sizes: str) -> None:
     with pytest.raises(SystemExit):
-        main(["calibrate", "-o", str(tmp_path / "x.json"), "--sizes", "big"])
-    assert "--sizes takes whole numbers above 0" in capsys.readouterr().err
+        main(["calibrate", "-o", str(tmp_path / "x.json"), "--sizes", sizes])
+    assert "--sizes takes whole numbers from 2 on" in capsys.readouterr().err
 
 
 def test_halves_are_autocast_around_the_loss() -> None:

@@ -7,6 +7,7 @@ anything modelled with these figures is worth.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -58,7 +59,7 @@ class Attention(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.norm, self.three, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.heads = max(width // 32, 1)
+        self.heads = math.gcd(width, max(width // 32, 1))
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape

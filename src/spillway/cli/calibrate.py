@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
@@ -12,6 +12,9 @@ from spillway.cli.common import Json, SpillDirectory, check_writable, naming, pr
 from spillway.costs.device_files import fields_of, write_device
 from spillway.errors import SpillwayError
 from spillway.units import format_seconds
+
+SMALLEST: Final = 2
+"""Of the networks: pictures are pooled by two."""
 
 
 def calibrate(
@@ -33,8 +36,10 @@ def calibrate(
         wanted = [int(size) for size in (sizes or "").split(",") if size.strip()]
     except ValueError:
         wanted = [0]
-    if sizes is not None and (not wanted or min(wanted) < 1):
-        raise SpillwayError(f"--sizes takes whole numbers above 0 with commas between, as 16,24; got {sizes!r}.")
+    if sizes is not None and (not wanted or min(wanted) < SMALLEST):
+        raise SpillwayError(
+            f"--sizes takes whole numbers from {SMALLEST} on with commas between, as 16,24; got {sizes!r}."
+        )
     try:
         from spillway.advisor.calibrating import calibrate_here
     except ImportError as error:

@@ -63,8 +63,8 @@ def flops_of(info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any], out: 
 def shape_of(info: OpInfo, args: Sequence[Any], out: Any) -> tuple[int, ...]:
     """`Op.shape` of a call: what its speed depends on beside operations and bytes."""
     match info.name.removeprefix("aten::"):
-        case "mm" | "bmm" | "addmm" | "baddbmm":
-            one, other = args[-2:]
+        case "mm" | "bmm" | "addmm" | "baddbmm" as name:  # behind the two may stand the type of the result
+            one, other = args[1:3] if "add" in name else args[:2]
             return (int(one.shape[:-2].numel()), int(one.shape[-2]), int(other.shape[-1]), int(one.shape[-1]))
         case "convolution":
             image, weight, made, options = args[0], args[1], out, args[3:9]
