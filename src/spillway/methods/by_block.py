@@ -266,7 +266,7 @@ class AbstractBlockMethod(ABC):
         """The budget is another: nothing that was planned for the one before is used. What was measured is."""
 
     def does_without_spill(self) -> bool:
-        """A step has ended because there was no room for what was to leave: whether later ones move nothing."""
+        """There is no room for what was to leave: whether plans move nothing from here on. If not, the step ends."""
         return False
 
     def explained(self, names: Sequence[str]) -> tuple[str, ...]:
