@@ -403,7 +403,7 @@ BENCHMARK: Final = Benchmark(
     run=run,
     judge=_checks,
     full=Size(blocks=(12, 24, 96), plans=200, rounds=21, steps=2000,
-              encoder={"layers": 4, "width": 768, "batch": 4, "length": 128}, turns=4,
+              encoder={"layers": 4, "width": 768, "batch": 4, "length": 128}, turns=15,
               run={"layers": 6, "width": 64, "heads": 4, "batch": 4, "longest": 384, "steps": 90}),
     quick=Size(blocks=(3,), plans=5, rounds=2, steps=20,
                encoder={"layers": 2, "width": 64, "batch": 2, "length": 12}, turns=1,
