@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import random
+from dataclasses import replace
 from itertools import count
 from math import inf
 
@@ -14,7 +15,7 @@ from spillway.errors import BudgetInfeasible, NoPlanFound
 from spillway.ir import Kind, Op, Phase, Step, StorageInfo, Value, verify
 from spillway.ir.account import account
 from spillway.ir.lives import lives_of
-from spillway.methods import Checkmate, Problem
+from spillway.methods import LRU, Checkmate, Problem
 from spillway.methods.checkmate import cut as cut_module
 from spillway.methods.checkmate import lower_bound
 from spillway.methods.checkmate.cut import cuts
@@ -199,3 +200,22 @@ def test_the_work_is_counted_and_comes_out_the_same() -> None:
     assert [one.bound for one in cuts(step, lives_of(step), problem.allowed)] == sorted(
         (one.bound for one in cuts(step, lives_of(step), problem.allowed)), reverse=True
     )
+
+
+def test_what_no_other_method_has_gone_is_not_begun_with_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = linear_step(12)
+    problem = Problem(step=step, allowed=int(step.plain_peak() * 0.6), device=DEVICE)
+    begun = list[int]()
+    repair = Draft.repair
+
+    def counted(draft: Draft, most_work: int, without: int | None = None, *, in_order: bool = False) -> bool:
+        if without is None:
+            begun.append(len(draft.ends))
+        return repair(draft, most_work, without, in_order=in_order)
+
+    monkeypatch.setattr(Draft, "repair", counted)
+    alone = Checkmate(most_nodes=0).solve(problem)
+    once, begun = begun, []
+    assert Checkmate(most_nodes=0, starts=[LRU, LRU]).solve(problem) == alone
+    assert Checkmate(most_nodes=0, starts=[LRU]).solve(replace(problem, rehearse=lambda policy: [])) == alone
+    assert begun == once * 2

@@ -44,7 +44,7 @@ from spillway.ir.lives import Life, lives_of
 from spillway.ir.plan import Recompute
 from spillway.ir.recipes import replayed
 from spillway.methods.absent_bytes import load_solver
-from spillway.methods.base import AbstractPlanner, AbstractPolicy, Problem
+from spillway.methods.base import Absence, AbstractPlanner, AbstractPolicy, Problem
 from spillway.methods.checkmate.cut import Cut, cuts
 from spillway.methods.checkmate.draft import Draft
 from spillway.methods.checkmate.gaps import gaps_of, without_idle_ends
@@ -196,9 +196,7 @@ class Checkmate(AbstractPlanner):
                 draft.improve(draft.work + IMPROVING)
         return min(drafts, key=lambda draft: draft.seconds).gaps() if drafts else None
 
-    def _drafts(
-        self, problem: Problem, lives: Sequence[Life], found: Sequence[Cut]
-    ) -> Iterator[tuple[bool, Draft]]:  # fmt: skip
+    def _drafts(self, problem: Problem, lives: Sequence[Life], found: Sequence[Cut]) -> Iterator[tuple[bool, Draft]]:
         """What is made to fit, and whether in the order of the ops: with nothing gone, with what a cut has gone, with
         what other methods have gone."""
 
@@ -212,12 +210,15 @@ class Checkmate(AbstractPlanner):
             yield False, started
         unlimited = Problem(step=problem.step, allowed=problem.step.plain_peak() * 2, device=problem.device)
         for start in self.starts:
-            method, started = start(), draft()
+            method = start()
             if isinstance(method, AbstractPlanner):
-                started.follow(method.plan(unlimited).gaps)
-            elif problem.rehearse is not None:
-                started.follow(problem.rehearse(method))
-            yield False, started
+                gone: Sequence[Gap | Absence] = method.plan(unlimited).gaps
+            else:
+                gone = problem.rehearse(method) if problem.rehearse is not None else ()
+            if gone:  # or it is the first of all again
+                started = draft()
+                started.follow(gone)
+                yield False, started
 
 
 def lower_bound(problem: Problem) -> Seconds:
