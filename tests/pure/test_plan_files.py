@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ from spillway.errors import BudgetError, FileFormatError, PlanRejected, Spillway
 from spillway.ir import Disk, Gap, Host, Packed, Plan, Recompute
 from spillway.ir.plan_files import read_plan, write_plan
 from spillway.ir.step_files import Recorded, write_step
+from spillway.methods import LRU, Problem, SqrtN
+from spillway.methods.base import Absence
 from tests.pure.linear_graphs import linear_step
 from tests.shared import without_page
 
@@ -178,6 +181,26 @@ def test_the_verb_writes_a_plan_that_fits_its_step(tmp_path: Path, capsys: pytes
     assert (found.facts["method"], found.facts["device"]) == ("sqrt-n", "v100-pcie")
     assert run("plan", str(path), *options) == 0
     assert "3 ops again" in capsys.readouterr().out
+
+
+def test_the_verb_plans_as_the_function_does_for_who_asks_what_policies_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_step(tmp_path / "step.jsonl", Recorded(step=STEP, workload="linear", facts={}))
+    found: list[Sequence[Absence]] = []
+    plan = SqrtN.plan
+
+    def asking(planner: SqrtN, problem: Problem) -> Plan:
+        assert problem.rehearse is not None
+        found.append(problem.rehearse(LRU()))
+        return plan(planner, problem)
+
+    monkeypatch.setattr(SqrtN, "plan", asking)
+    spillway.plan(tmp_path / "step.jsonl", budget=0.7, method="sqrt-n", device="v100-pcie")
+    assert (
+        run("plan", str(tmp_path / "step.jsonl"), "--budget", "0.7", "--method", "sqrt-n", "--device", "v100-pcie") == 0
+    )
+    assert found[0] == found[1] != []
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from spillway.ir.plan_files import write_plan
 from spillway.ir.recipes import replayed
 from spillway.simulation.plan_and_simulate import planner_named
 from spillway.simulation.problem import problem_of
+from spillway.simulation.simulated_engine import rehearsing
 from spillway.units import format_bytes, format_seconds
 
 
@@ -37,7 +38,7 @@ def plan(
     planner = planner_named(method)
     problem = problem_of(step, budget=budget, device=device)
     tell_shares(budget, problem.device.name, problem.device.memory)
-    found = planner.plan(problem)
+    found = planner.plan(rehearsing(problem))
     verify(found, problem.step, problem.allowed)
     facts = {"method": method, "device": problem.device.name, **figures(found, problem.step)}
     told = {"remark": found.remark}
