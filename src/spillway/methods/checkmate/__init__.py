@@ -77,7 +77,8 @@ class Solution:
     bound: Seconds
     """No schedule of the step's ops that only recomputes takes less under the budget."""
     proven: bool
-    """Whether it is known to be an optimum: by the bound, or by the program for the whole budget."""
+    """Whether it is known to be an optimum: by the bound, or by the program for the whole budget, of schedules whose
+    backward runs once unless `backward_again` asks for more."""
     tightened: Bytes = 0
     """Bytes of the budget given up because a plan cannot say what the program's schedule says."""
 

@@ -30,7 +30,7 @@ variables as the step has ops, not their square.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from math import inf
 from typing import Any, Final, final
@@ -67,10 +67,9 @@ class Cut:
     """The op."""
     bound: Seconds
     """No schedule that only recomputes takes less; infinite if there is none."""
-    kept: frozenset[ValueId]
-    """The values in memory while it runs, in the best solution that was found."""
     gone: frozenset[ValueId]
-    """Values that were made before, are wanted later, and are not in memory then."""
+    """Values that were made before, are wanted later, and are not in memory while it runs, in the best solution that
+    was found."""
 
 
 def cuts(step: Step, lives: Sequence[Life], allowed: Bytes, *, relaxed: int = RELAXED, exact: int = EXACT) -> list[Cut]:
@@ -95,10 +94,7 @@ def cuts(step: Step, lives: Sequence[Life], allowed: Bytes, *, relaxed: int = RE
     solved = [_Program(step, lives, allowed, cut.op).solved(exactly=True) for cut in best]
     both = [max(pair, key=lambda cut: cut.bound) for pair in zip(solved, best, strict=True)]
     return sorted(
-        (
-            Cut(op=one.op, bound=most.bound, kept=one.kept, gone=one.gone)
-            for one, most in zip(solved, both, strict=True)
-        ),
+        (replace(one, bound=most.bound) for one, most in zip(solved, both, strict=True)),
         key=lambda cut: (-cut.bound, cut.op),
     )
 
@@ -202,9 +198,9 @@ class _Program:
             options={"node_limit": NODES, "mip_rel_gap": GAP},
         )
         if found.status == INFEASIBLE:
-            return Cut(op=self._op, bound=inf, kept=frozenset(), gone=frozenset())
+            return Cut(op=self._op, bound=inf, gone=frozenset())
         proven = found.mip_dual_bound if exactly else found.fun
         more = proven if proven is not None and proven > 0 and proven != inf else 0.0
         shares = found.x if found.x is not None else [1.0] * len(self._cost)
         there = frozenset(value for value, one in self._kept.items() if shares[one] > 0.5)
-        return Cut(op=self._op, bound=self._plain * (1 + more), kept=there, gone=frozenset(self._wanted - there))
+        return Cut(op=self._op, bound=self._plain * (1 + more), gone=frozenset(self._wanted - there))

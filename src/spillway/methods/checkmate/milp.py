@@ -13,7 +13,7 @@ the relaxation is tighter.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import inf, isfinite
+from math import inf
 from typing import Any, Final, final
 
 import numpy as np
@@ -43,8 +43,6 @@ class Answer:
     """Stages and nodes that run then, beside the stage's own node; empty without a solution."""
     keep: dict[tuple[int, int], float]
     """Which data are kept into which stages, as 0 and 1. Empty without a solution."""
-    bound: Seconds
-    """No plan of this graph takes less."""
 
 
 @final
@@ -165,20 +163,15 @@ class Program:
             ],
             options={"time_limit": max(time_limit, 0.1), "mip_rel_gap": GAP},
         )
-        return self._answer(found, scale)
+        return self._answer(found)
 
-    def _answer(self, found: Any, scale: float) -> Answer:
-        plain = sum(node.seconds for node in self.graph.nodes)
-        if found.status == INFEASIBLE:
-            return Answer(status=INFEASIBLE, run=frozenset(), keep={}, bound=inf)
-        status = OPTIMAL if found.status == OPTIMAL else LIMIT
-        proven = found.mip_dual_bound
-        bound = proven * scale if proven is not None and isfinite(proven) else plain
+    def _answer(self, found: Any) -> Answer:
         if found.x is None:
-            return Answer(status=LIMIT, run=frozenset(), keep={}, bound=max(bound, plain))
+            status = INFEASIBLE if found.status == INFEASIBLE else LIMIT
+            return Answer(status=status, run=frozenset(), keep={})
         runs = frozenset(key for key, variable in self.run.items() if key[0] != key[1] and found.x[variable] > 0.5)
         keeps = {key: float(found.x[variable]) for key, variable in self.keep.items()}
-        return Answer(status=status, run=runs, keep=keeps, bound=max(bound, plain))
+        return Answer(status=OPTIMAL if found.status == OPTIMAL else LIMIT, run=runs, keep=keeps)
 
 
 def _useful_until(graph: Graph) -> list[int]:
