@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -157,9 +158,10 @@ def test_several_forwards_a_step_are_planned_or_left_to_the_tensor_engine(forwar
     assert not forwards or memory.history[-1].projected_bytes > 0
 
 
+@pytest.mark.parametrize("fit", [0, 8])
 @pytest.mark.parametrize("late", [False, True], ids=["at once", "by a worker"])
 def test_where_the_spill_directory_is_full_the_step_goes_on_without(
-    late: bool, plain: tuple[list[bytes], int, int]
+    late: bool, fit: int, plain: tuple[list[bytes], int, int]
 ) -> None:
     _, start, peak = plain
     budget = int(start + 0.5 * (peak - start))
@@ -176,8 +178,9 @@ def test_where_the_spill_directory_is_full_the_step_goes_on_without(
             with memory.step(tokens):
                 losses.append(training.step(tokens))
             if len(memory.history) == 2:  # what is tried next puts inputs away
+                left = iter(range(fit))
                 for name in ("_fill",) if late else ("start_write", "write"):
-                    patched.setattr(DiskTier, name, _full)
+                    patched.setattr(DiskTier, name, _full_after(left, getattr(DiskTier, name)))
     assert [*(loss.numpy().tobytes() for loss in losses), *training.state()] == expected
     assert sum(str(one.message).startswith("There is no room where bytes of blocks") for one in told) == 1
     assert max(one.peak_bytes for one in memory.history) <= budget
@@ -185,8 +188,13 @@ def test_where_the_spill_directory_is_full_the_step_goes_on_without(
     assert memory.history[-1].projected_bytes
 
 
-def _full(*_: Any) -> Any:
-    raise SpillFullError("There is no room in the spill directory.")
+def _full_after(left: Iterator[int], write: Callable[..., Any]) -> Callable[..., Any]:
+    def full(*args: Any, **kwargs: Any) -> Any:
+        if next(left, None) is None:
+            raise SpillFullError("There is no room in the spill directory.")
+        return write(*args, **kwargs)
+
+    return full
 
 
 def test_sizes_of_zero_are_sizes() -> None:

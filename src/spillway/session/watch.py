@@ -571,12 +571,12 @@ class StepWatch:
         for one in self.passes if stayed else ():
             for number in one.revocable:
                 if one.decision.plan.action(number) in RETURNING:
-                    one.holds[number] = max(one.holds[number], one.ended[number].report.own_bytes)
+                    one.holds[number] = max(one.holds[number], one.revocable[number].leaving_bytes)
         found = [
             (one, number)
             for one in self.passes
             for number in one.revocable
-            if stayed or one.decision.plan.action(number) in HOLDING
+            if one.decision.plan.action(number) in HOLDING or (stayed and one.holds[number])
         ]
         holds = [one.holds[number] for one, number in found]
         seconds = [one.forecast.seconds[n] if one.forecast is not None and one.knows(n) else 0.0 for one, n in found]
@@ -584,9 +584,11 @@ class StepWatch:
             if over <= 0:
                 break
             one, number = found[order % len(found)]
-            freed = one.revocable.pop(number).revoke()
-            if stayed and one.decision.plan.action(number) in RETURNING:
-                freed = one.holds[number]  # of what was to leave nobody else knows any more that it is there
+            call = one.revocable.pop(number)
+            stays = call.leaving_bytes if stayed else 0
+            freed = call.revoke()
+            if stayed:  # `revoke` takes what was to leave for gone
+                freed += stays - call.leaving_bytes
             if freed:
                 one.revoked.add(number)
                 one.holds[number] = 0
