@@ -266,7 +266,7 @@ PLANTED: Final[Mapping[str, list[Plant]]] = MappingProxyType(
             plant("runs that are wrong", wrong=one_more), fact("planted faults.*", "untold", wrong=one_more),
         ],
         "op_audit": [plant("programs that are wrong", wrong=one_more)],
-        "modelled": [plant(".*", modelled=WORSE)],
+        "modelled": [plant(".*", unseen_ratio=WORSE)],
         "simulated": [
             plant("simulated extra seconds.*", of_extra=WORSE), plant("bytes between.*", simulated_peak=WORSE),
             *(plant(f"simulated {name},.*", **{f"simulated_{name}": WORSE}) for name in _MADE),
