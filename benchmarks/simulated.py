@@ -42,6 +42,8 @@ PEAK_BYTES: Final = MiB
 WARM: Final = 2
 """Steps under a budget that do not count: policies look back, and sizes are learned."""
 COUNTED: Final = ("drops", "moves", "returns")
+LEAST_EXTRA: Final[Seconds] = 1e-9
+"""Of a real step beside the plain one: where it was no slower nothing was measured, and no simulation is right."""
 RETURNS: Final = (Change.RECOMPUTE, Change.PAGE_IN)
 SLOWER: Final = 1.5
 """Times the seconds of copies alone from which those of a session count as slower."""
@@ -210,7 +212,7 @@ def _row(
         "workload": workload[0], "method": method, "share": share, "allowed": allowed,
         "overhead": overhead, "simulated_overhead": ran.overhead,
         "extra": extra, "simulated_extra": ran.seconds - ran.plain_seconds,
-        "of_extra": (ran.seconds - ran.plain_seconds) / extra if extra > 0 else 1.0,
+        "of_extra": (ran.seconds - ran.plain_seconds) / max(extra, LEAST_EXTRA),
         "plain_seconds": real.plain, "ops_seconds": ran.plain_seconds,
         "stall": real.last.stall_seconds, "simulated_stall": ran.stall_seconds,
         "moves": real.last.moves, "simulated_moves": ran.moves, "alone_moves": alone.moves,
