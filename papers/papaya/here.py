@@ -27,7 +27,7 @@ from spillway.advisor.fits import fit_line
 from spillway.advisor.real import AROUND, STEPS, RealBench
 from spillway.advisor.verdict import Row as Advice
 from spillway.advisor.verdict import advise, recommended
-from spillway.advisor.ways import DEFAULT
+from spillway.advisor.ways import DEFAULT, PLAIN
 from spillway.units import Bytes, Seconds
 
 MB: Final = 10**6
@@ -275,13 +275,15 @@ def _of_verdicts(name: str, rows: Sequence[Row], *, pays: bool) -> Iterator[Chec
             measured=sum(row["without_reason"] for row in rows),
         )  # fmt: skip
     if any("taken" in row for row in rows):
-        plain, *others = [row for row in rows if row["taken"] is not None]
-        wrong = [one for one in others if one["said"] != (one["taken"] >= plain["taken"])]
+        plain = next(row for row in rows if row["method"] == PLAIN)
+        others = [row for row in rows if row is not plain and row["taken"] is not None]
+        # Where plain training does not run at all, whatever runs pays.
+        wrong = [one for one in others if one["said"] != (one["taken"] >= (plain["taken"] or 0.0))]
         yield Check(what=f"{name}: methods that pay and are not said to, or the other way round", measured=len(wrong))
         if pays:
             yield Check(
                 what=f"{name}: plain training at its fastest over the fastest method at the batch to take",
-                measured=plain["fastest"] / max([1e-9, *(one["taken"] for one in others)]), at_most=PAYS,
+                measured=(plain["fastest"] or 0.0) / max([1e-9, *(one["taken"] for one in others)]), at_most=PAYS,
             )  # fmt: skip
 
 

@@ -164,6 +164,19 @@ def test_the_recommended_method_is_held_against_every_trial_at_any_batch() -> No
     assert tried.left_out.count == len(campaign.samples("plain").off_line) > 0
 
 
+def test_where_plain_training_does_not_run_what_runs_pays() -> None:
+    rows: list[dict[str, object]] = [
+        {"method": "plain", "taken": None, "fastest": None, "said": True},
+        {"method": "checkpoint", "taken": 5.0, "fastest": 5.0, "said": True},
+        {"method": "swap", "taken": 4.0, "fastest": 4.0, "said": False},
+    ]
+    wrong, _ = here._of_verdicts("net", rows, pays=True)
+    assert wrong.measured == 1, "swap runs, and was not said to pay"
+    rows[0] |= {"taken": 4.5, "fastest": 4.5}
+    wrong, beside = here._of_verdicts("net", rows, pays=True)
+    assert (wrong.measured, beside.measured) == (0, 0.9)
+
+
 def test_a_size_is_left_out_of_the_line_for_another_moment_of_its_peak_and_for_nothing_else() -> None:
     def trial(size: int, peak: int, gradients: int = 0, before: int | None = None) -> Trial:
         by_kind = {"gradients": gradients}
