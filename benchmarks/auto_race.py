@@ -176,10 +176,7 @@ BENCHMARK: Final = Benchmark(
         percent=40, without_disk=55, rounds=13, warm=6,
     ),
     quick=Size(
-        contests=[
-            Contest(model="stdlib-lm", options={"width": 64, "layers": 2, "longest": 96}, dropout=True),
-            Contest(model="bert-small", options={"layers": 2, "width": 64}, dropout=True),
-        ],
+        contests=[Contest(model="stdlib-lm", options={"width": 64, "layers": 2, "longest": 96}, dropout=True)],
         percent=60, without_disk=70, rounds=8, warm=6,
     ),
 )  # fmt: skip

@@ -294,7 +294,7 @@ def test_a_recurrent_state_and_its_graph_go_from_step_to_step() -> None:
 def test_arrays_of_what_is_absent_can_be_had_between_steps_whatever_the_budget() -> None:
     model = network()
     optimizer = adam(model)
-    with spillway.manage(model, optimizer, budget="330 KiB") as memory:
+    with spillway.manage(model, optimizer, budget="330 KiB", method="lru") as memory:
         with memory.step():
             train(model, optimizer, 0)
             kept = [batch_of(number) * 2 for number in range(20)]
@@ -308,7 +308,7 @@ def test_arrays_of_what_is_absent_can_be_had_between_steps_whatever_the_budget()
 def test_closing_brings_everything_back_into_memory_of_torchs_own() -> None:
     model = network()
     optimizer = adam(model)
-    memory = spillway.manage(model, optimizer, budget=PLENTY)
+    memory = spillway.manage(model, optimizer, budget=PLENTY, method="lru")
     with memory.step():
         train(model, optimizer, 0)
     plain = [image(tensor) for tensor in everything(model, optimizer)]
@@ -325,7 +325,7 @@ def test_closing_brings_everything_back_into_memory_of_torchs_own() -> None:
 def test_a_model_outlives_a_session_that_nobody_closed() -> None:
     model = network()
     optimizer = adam(model)
-    memory: spillway.Session | None = spillway.manage(model, optimizer, budget=PLENTY)
+    memory: spillway.Session | None = spillway.manage(model, optimizer, budget=PLENTY, method="lru")
     assert memory is not None
     with memory.step():
         train(model, optimizer, 0)

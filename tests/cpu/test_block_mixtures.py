@@ -181,6 +181,7 @@ class FakeCall:
 class FakeEngine:
     told: list[str]
     leaving_bytes: int = 0
+    spill_full: bool = False
     waited: int = 0
 
     def wait_out(self, nbytes: int) -> None:

@@ -135,7 +135,7 @@ def test_a_handler_that_raises_waits_until_the_books_are_closed(number: int) -> 
 def test_ctrl_c_while_a_session_closes_leaves_it_closed() -> None:
     for line in range(5, 400, 23):
         model, optimizer = fresh()
-        memory = spillway.manage(model, optimizer, budget=TIGHT)
+        memory = spillway.manage(model, optimizer, budget=TIGHT, method="lru")
         with memory.step():
             step_of(model, optimizer, 1)
         away = [p for p in model.parameters() if p.nbytes >= 4096 and put_away(memory, p, Move)]
@@ -172,7 +172,7 @@ def test_workers_read_a_data_set_that_had_been_moved_whatever_its_place_is_used_
     others_there = children()
     rows = torch.arange(64 * 4096.0).reshape(64, 4096)
     expected, others = rows.clone(), []
-    with spillway.manage(torch.nn.Linear(2, 2), budget=PLENTY) as memory, memory.step():
+    with spillway.manage(torch.nn.Linear(2, 2), budget=PLENTY, method="lru") as memory, memory.step():
         put_away(memory, rows, Move)
         assert is_moved(memory, rows)
         loader = iter(DataLoader(Rows(rows), batch_size=1, num_workers=1, prefetch_factor=1))
@@ -265,7 +265,7 @@ def test_a_worker_of_a_loader_that_is_killed_ends_the_step_with_a_clear_error() 
 
 
 def test_a_fork_while_another_thread_holds_the_books_does_not_hang_the_child() -> None:
-    with spillway.manage(torch.nn.Linear(2, 2), budget=PLENTY) as memory, memory.step():
+    with spillway.manage(torch.nn.Linear(2, 2), budget=PLENTY, method="lru") as memory, memory.step():
         tensor = torch.arange(5000)
         put_away(memory, tensor, Move)
         with held_elsewhere(memory._engine.controller.lock):

@@ -226,7 +226,7 @@ def test_a_subclass_hears_of_no_function_that_it_would_not_have_heard_of() -> No
         for layer in model:
             layer.weight = Curious(torch.ones_like(layer.weight))
         x = torch.ones(4, 8, requires_grad=True)  # so that ops of the backward read the weights, out of Python's sight
-        with spillway.manage(model, budget="1GiB") as memory:
+        with spillway.manage(model, budget="1GiB", method="lru") as memory:
             Curious.heard = []
             with memory.step() if in_session else torch.enable_grad():
                 model(x).sum().backward()

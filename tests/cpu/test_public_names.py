@@ -23,6 +23,7 @@ def test_a_session_has_these_names() -> None:
         "log",
         "micro_batch",
         "report",
+        "scalars",
         "step",
     }
     assert {name for name in dir(spillway.Session) if not name.startswith("_")} == names

@@ -22,7 +22,7 @@ from tests.cpu.training import WIDTH, adam, train
 BUDGET = "300 KiB"
 STEPS = 4
 
-NEST = r"steps do not nest: .*manage\(\[model, other\], \.\.\.\)\.$"
+NEST = r"(?m)steps do not nest: .*manage\(\[model, other\], \.\.\.\)\.$"
 
 
 def without_dropout(seed: int) -> tuple[nn.Sequential, Optimizer]:
@@ -193,7 +193,7 @@ def test_a_session_made_in_one_thread_stepped_in_others_and_closed_in_the_first(
 
 
 def test_a_step_is_left_by_the_thread_that_entered_it() -> None:
-    memory = spillway.manage(nn.Linear(4, 4), budget=PLENTY)
+    memory = spillway.manage(nn.Linear(4, 4), budget=PLENTY, method="lru")
     step = memory.step()
     step.__enter__()
     (error,) = in_threads(lambda: step.__exit__(None, None, None))

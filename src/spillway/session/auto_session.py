@@ -45,6 +45,8 @@ class AutoSession:
         self._models, self._blocks, self._storages = models, blocks, storages
         self._unsized = 0
         """Steps in a row that were entered with nothing that tells a size."""
+        self._sized = False
+        """Whether any was entered with something that does."""
         self._unplanned = allowed >= UNLIMITED
         """Whether blocks were not looked for yet, since there is no budget."""
         self._now: Session = storages(allowed) if self._unplanned else self._opened(allowed)
@@ -95,9 +97,10 @@ class AutoSession:
         """The session that is to run a step on this batch."""
         now = self._now
         if isinstance(now, BlockSession) and now._idle:
-            self._unsized = 0 if now.tells_size(batch) else self._unsized + 1
+            sized = now.tells_size(batch)
+            self._unsized, self._sized = 0 if sized else self._unsized + 1, self._sized or sized
             if now.blockless or self._unsized > UNSIZED:
-                if not now.blockless:
+                if not now.blockless and self._sized:
                     warnings.warn(
                         f"{self._unsized} steps in a row were entered with no tensor that would tell the size of their "
                         f"input, so that blocks cannot be planned: from here on every op is watched (method='lru'). "
