@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -50,6 +51,11 @@ def test_products_in_another_type_are_counted() -> None:
     made = torch.mm(one, one.t(), out_dtype=torch.float32)
     info = OpInfo(torch.ops.aten.mm.dtype)
     assert shape_of(info, (one, one.t(), torch.float32), made) == (1, 3, 3, 4)
+
+
+@pytest.mark.parametrize("op", [torch.ops.aten.cudnn_batch_norm, torch.ops.aten.cudnn_batch_norm_backward])
+def test_batch_norms_of_gpus_have_channels(op: Any) -> None:
+    assert shape_of(OpInfo(op.default), (torch.ones(2, 6, 5, 5), torch.ones(2, 6, 5, 5)), None) == (6,)
 
 
 @pytest.mark.parametrize("name", NETWORKS)

@@ -70,7 +70,10 @@ def shape_of(info: OpInfo, args: Sequence[Any], out: Any) -> tuple[int, ...]:
             image, weight, made, options = args[0], args[1], out, args[3:9]
         case "convolution_backward":  # beside the bias stand its sizes, not the bias
             image, weight, made, options = args[1], args[2], args[0], args[4:10]
-        case "native_batch_norm" | "_native_batch_norm_legit":
+        case (
+            "native_batch_norm" | "_native_batch_norm_legit" | "cudnn_batch_norm" | "cudnn_batch_norm_backward"
+            | "miopen_batch_norm" | "miopen_batch_norm_backward"
+        ):  # fmt: skip
             return (int(args[0].shape[1]),)
         case "native_batch_norm_backward":
             return (int(args[1].shape[1]),)
