@@ -261,7 +261,6 @@ def test_the_five_models_are_simulated() -> None:
     for name in ("ResNet-50", "Bert-Large"):
         rows = rows_by(replace(result, rows=[row for row in result.rows if row["model"] == name]), "method")
         assert rows["plain"]["batch"] < rows["compress"]["batch"]
-        assert rows["swap"]["throughput"] < rows["compress"]["throughput"]
     assert result.checks[-1].what.endswith("R below 0.97")
     assert result.checks[-1].met
 

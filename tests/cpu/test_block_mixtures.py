@@ -208,7 +208,7 @@ class Pressed:
         forecast = Forecast(
             saved=(10, 10, 10), seconds=self.seconds, turn=0, rest=0, working=(0, 0, 0), gradients=(0, 0, 0)
         )
-        plan: Any = None
+        plan: Any = type("Kept", (), {"action": lambda plan, number: Action.KEEP})()
         one = Pass(Decision(Phase.PLANNED, plan, False), forecast, (1,), 0, 0, set())
         one.ended.update(enumerate(calls))  # type: ignore[arg-type]
         one.holds.update({number: call.holds for number, call in enumerate(calls)})
