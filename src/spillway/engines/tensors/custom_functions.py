@@ -106,7 +106,7 @@ def _unsafe_call() -> Iterator[_Given]:
 def _install() -> None:
     original = Function.__dict__["apply"]
 
-    @functools.wraps(original.__func__)
+    @functools.wraps(getattr(original, "__func__", original))  # from torch 2.14 on it is written in C
     def forward(cls: Any, *args: Any, **kwargs: Any) -> Any:
         with _unsafe_call() as given:
             given.add((args, kwargs))
