@@ -195,14 +195,17 @@ def test_a_size_is_left_out_of_the_line_for_another_moment_of_its_peak_and_for_n
 
 def test_a_method_that_does_not_do_what_is_said_of_it_is_counted() -> None:
     def judged(*rows: tuple[float | None, bool]) -> list[bool]:
-        told = [{"taken": taken, "fastest": taken, "said": said, "without_reason": 0} for taken, said in rows]
+        told = [
+            {"method": method, "taken": taken, "fastest": taken, "said": said, "without_reason": 0}
+            for method, (taken, said) in zip(("plain", "checkpoint", "swap"), rows, strict=False)
+        ]
         return [check.met for check in here._of_verdicts("x", told, pays=True)]
 
     assert judged((10.0, True), (12.0, True)) == [True, True, True]
     assert judged((10.0, True), (12.0, False)) == [True, False, True], "it pays, and is not said to"
     assert judged((10.0, True), (9.0, True)) == [True, False, False]
     assert judged((10.0, True), (10.2, True), (None, False)) == [True, True, False], "by too little"
-    left = [{"taken": 1.0, "said": True, "without_reason": 2}]
+    left = [{"method": "plain", "taken": 1.0, "said": True, "without_reason": 2}]
     assert next(here._of_verdicts("x", left, pays=False)).met is False
 
 

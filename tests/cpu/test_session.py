@@ -298,7 +298,7 @@ def test_two_open_sessions_take_turns_on_one_model() -> None:
         model = network()
         optimizer = adam(model)
         torch.manual_seed(1)
-        sessions = [spillway.manage(model, optimizer, budget=budget) for budget in budgets]
+        sessions = [spillway.manage(model, optimizer, budget=budget, method="lru") for budget in budgets]
         for number in range(6):
             if sessions:
                 with sessions[number % len(sessions)].step():

@@ -45,8 +45,6 @@ class AutoSession:
         self._models, self._blocks, self._storages = models, blocks, storages
         self._unsized = 0
         """Steps in a row that were entered with nothing that tells a size."""
-        self._sized = False
-        """Whether any was entered with something that does."""
         self._unplanned = allowed >= UNLIMITED
         """Whether blocks were not looked for yet, since there is no budget."""
         self._now: Session = storages(allowed) if self._unplanned else self._opened(allowed)
@@ -97,10 +95,9 @@ class AutoSession:
         """The session that is to run a step on this batch."""
         now = self._now
         if isinstance(now, BlockSession) and now._idle:
-            sized = now.tells_size(batch)
-            self._unsized, self._sized = 0 if sized else self._unsized + 1, self._sized or sized
+            self._unsized = 0 if now.tells_size(batch) else self._unsized + 1
             if now.blockless or self._unsized > UNSIZED:
-                if not now.blockless and self._sized:
+                if not now.blockless:
                     warnings.warn(
                         f"{self._unsized} steps in a row were entered with no tensor that would tell the size of their "
                         f"input, so that blocks cannot be planned: from here on every op is watched (method='lru'). "
