@@ -182,9 +182,10 @@ def test_where_the_spill_directory_is_full_the_step_goes_on_without(
                 for name in ("_fill",) if late else ("start_write", "write"):
                     patched.setattr(DiskTier, name, _full_after(left, getattr(DiskTier, name)))
     assert [*(loss.numpy().tobytes() for loss in losses), *training.state()] == expected
-    assert sum(str(one.message).startswith("There is no room where bytes of blocks") for one in told) == 1
+    said = sum(str(one.message).startswith("There is no room where bytes of blocks") for one in told)
+    assert said == 1 or (fit and not said), "plans that are made by measured seconds may put away no more than fits"
     assert max(one.peak_bytes for one in memory.history) <= budget
-    assert not memory.history[-1].bytes_out
+    assert not said or not memory.history[-1].bytes_out
     assert memory.history[-1].projected_bytes
 
 
