@@ -7,11 +7,12 @@ under what that one takes at most.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Final
 
 from benchmarks import columns
-from benchmarks.race import CHECKPOINT, PLAIN, STILL, TORCH_BUDGET, Contest, found_of
+from benchmarks.race import CHECKPOINT, PLAIN, STILL, TORCH_BUDGET, Contest, by_model, found_of
 from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell, frozen
 from benchmarks.timing import median_ratio
 from benchmarks.turns import account, profiled_peak, take_turns, training, verdict
@@ -122,15 +123,6 @@ def _as(name: str) -> str:
     return f"{AUTO} as {name}"
 
 
-def _checks(result: Result) -> list[Check]:
-    models = dict.fromkeys(row["model"] for row in result.rows)
-    return [
-        check
-        for model in models
-        for check in _of_model({row["competitor"]: row for row in result.rows if row["model"] == model}, model)
-    ]
-
-
 def _of_model(rows: Mapping[str, Row], model: str) -> list[Check]:
     answered = {name: row for name, row in rows.items() if "ratio" in row}
     checks = [
@@ -166,7 +158,7 @@ def _differing(rows: Mapping[str, Row]) -> int:
 BENCHMARK: Final = Benchmark(
     name="auto_race",
     run=run,
-    judge=_checks,
+    judge=partial(by_model, _of_model),
     full=Size(
         contests=[
             Contest(model="stdlib-lm", dropout=True), Contest(model="resnet"), Contest(model="lstm"),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field
+from functools import partial
 from typing import Any, Final
 
 from benchmarks import columns
@@ -131,12 +132,13 @@ def found_of(
     return {**told, "walls": [answer["wall"] for answer in found[warm:]], "losses": losses}
 
 
-def _checks(result: Result) -> list[Check]:
+def by_model(of_model: Callable[[Mapping[str, Row], str], list[Check]], result: Result) -> list[Check]:
+    """The checks of each contest, which are told of its rows by competitor, and of its model."""
     models = dict.fromkeys(row["model"] for row in result.rows)
     return [
         check
         for model in models
-        for check in _of_model({row["competitor"]: row for row in result.rows if row["model"] == model}, model)
+        for check in of_model({row["competitor"]: row for row in result.rows if row["model"] == model}, model)
     ]
 
 
@@ -165,7 +167,7 @@ def _of_model(rows: Mapping[str, Row], model: str) -> list[Check]:
 BENCHMARK: Final = Benchmark(
     name="race",
     run=run,
-    judge=_checks,
+    judge=partial(by_model, _of_model),
     full=Size(
         contests=[
             Contest(model="stdlib-lm", options={"grouped": 1}, dropout=True),
