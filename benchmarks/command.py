@@ -17,11 +17,11 @@ from benchmarks.record import Benchmark, Collection, Skipped
 
 # In the order in which they run: times first, while nothing has warmed the machine.
 NAMES: Final = (
-    "host_cost", "block_cost", "compiled", "arena", "half_memory", "race", "auto_race", "out_of_core", "foreseen",
-    "mimose_speed", "budget", "mimose_budget", "reach", "exactness", "block_exactness", "block_mixtures",
-    "block_programs", "block_refusals", "random_programs", "list_optimizers", "data_dependent", "refusals",
-    "collectives", "op_audit", "modelled", "simulated", "optimum", "auto_planner", "auto_paper", "compression", "files",
-    "compare_models", "gpu", "device_arena",
+    "host_cost", "block_cost", "compiled", "arena", "half_memory", "race", "auto_race", "auto_predictions",
+    "auto_lengths", "out_of_core", "foreseen", "mimose_speed", "budget", "mimose_budget", "reach", "exactness",
+    "block_exactness", "block_mixtures", "block_programs", "block_refusals", "random_programs", "list_optimizers",
+    "data_dependent", "refusals", "collectives", "op_audit", "modelled", "simulated", "optimum", "auto_planner",
+    "auto_paper", "compression", "files", "compare_models", "gpu", "device_arena",
 )  # fmt: skip
 BENCHMARKS: Final = Collection(
     package="benchmarks", purpose="Measure what Spillway promises.", on_a_gpu=("gpu", "device_arena"),

@@ -250,8 +250,19 @@ def efficientnet(seed: int = 0, *, width: int = 16, blocks: int = 3, batch: int 
     return _bottlenecks("efficientnet", seed, (width, 2 * width, 4 * width), blocks, 4.0, 0, batch, side)
 
 
+def convnext(seed: int = 0, *, width: int = 32, batch: int = 16, side: int = 64) -> Workload:
+    """A small ConvNeXt of the transformers library. Raises Skipped where that is not installed."""
+    seed_everything(seed)
+    model = built(
+        "ConvNextForImageClassification", depths=[2, 2, 4, 2], num_labels=10, patch_size=2, drop_path_rate=0.1,
+        hidden_sizes=[width * 2**stage for stage in range(4)],
+    )  # fmt: skip
+    pictures = partial(_pictures, batch=batch, side=side)
+    return _training("convnext", model, pictures, lambda model, batch: model(batch[0], labels=batch[1]).loss)
+
+
 MODELS: Mapping[str, Callable[..., Workload]] = MappingProxyType(
-    {"lstm": lstm, "unet": unet, "resnext": resnext, "efficientnet": efficientnet}
+    {"lstm": lstm, "unet": unet, "resnext": resnext, "efficientnet": efficientnet, "convnext": convnext}
 )
 """Those above, by name."""
 

@@ -22,7 +22,7 @@ from benchmarks.record import frozen
 from benchmarks.timing import Clock
 from spillway.engines.blocks.trace import AllocationTrace
 from spillway.internals.process_memory import PeakMemory
-from spillway.methods import LMS, LRU, AbstractPlanner, AbstractPolicy, Delta, KeepAll, Mimose, Window
+from spillway.methods import LMS, LRU, AbstractPlanner, AbstractPolicy, Checkpoint, Delta, KeepAll, Mimose, Window
 from spillway.methods.auto import Auto
 from spillway.methods.by_block import AbstractBlockMethod
 from spillway.native.arena import Arena
@@ -46,6 +46,7 @@ METHODS: Mapping[str, Callable[[], AbstractPolicy | AbstractPlanner | AbstractBl
         "auto": Auto,
         "auto, no disk": lambda: Auto(moves=False),
         "mimose": Mimose,
+        "checkpoint": Checkpoint,
     }
 )
 """What a session of a competitor may be told."""

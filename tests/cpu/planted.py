@@ -113,6 +113,38 @@ RIGHT: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
             "milliseconds": {"24": 0.9, "100": 4.5},
             "random": {"counts": dict.fromkeys(_COUNTS, 0), "most": {}},
         },
+        "auto_predictions": {
+            "rows": [
+                {
+                    "model": "a",
+                    "share": 0.5,
+                    "budget_bytes": 10,
+                    "peak_bytes": 9,
+                    "losses": "as plain",
+                    "planned": 8,
+                    "least": 1.0,
+                    "most": 1.005,
+                    "off": 1.02,
+                }
+            ]
+        },
+        "auto_lengths": {
+            "rows": [
+                {"competitor": "plain", "growth": 0, "losses": "as plain"},
+                *(
+                    {
+                        "competitor": name,
+                        "growth": 1,
+                        "losses": "as plain",
+                        "over": 0,
+                        "plans": 50,
+                        "planning": 1e-4,
+                    }
+                    for name in ("auto", "auto, a plan for every length")
+                ),
+            ],
+            "beside_anew": 0.0,
+        },
         "gpu": {
             "rows": [
                 {"model": "resnet50", "batch": 128, "method": "plain", "peak": 200, "seconds": 1.0},
@@ -207,6 +239,16 @@ PLANTED: Final[Mapping[str, list[Plant]]] = MappingProxyType(
             plant(".*losses differ", losses="DIFFER"), plant(".*auto refused", ratio=GONE),
             plant(".*times the plain step", ratio=WORSE), plant(".*over a budget", peak_bytes=WORSE),
             plant(".*, auto.*, times (?!the).*", walls=WORSE),
+        ],
+        "auto_predictions": [
+            plant(".*over the budget", peak_bytes=WORSE), plant(".*losses that differ", losses="DIFFER"),
+            plant(".*without a plan", planned=0), plant(".*of what was expected", least=0.5),
+            plant(".*multiple of the peak", most=WORSE), plant(".*seconds off", off=WORSE),
+        ],
+        "auto_lengths": [
+            plant(".*over the budget", over=one_more), plant(".*losses that differ", losses="DIFFER"),
+            plant("plans", {"competitor": "auto"}, plans=WORSE), plant("share of the time.*", planning=WORSE),
+            plant("bytes grown.*", {"competitor": "auto"}, growth=1e12), fact("step time.*", "beside_anew", wrong=1.0),
         ],
         "out_of_core": [
             plant(".*times the bound", of_bound=WORSE), plant(".*multiple of that of.*", walls=WORSE),

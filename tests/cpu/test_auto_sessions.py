@@ -71,7 +71,11 @@ def test_the_first_steps_measure_and_later_ones_mix(plain: tuple[list[bytes], in
             run(training, memory)
     assert chosen[0] == {Action.RECOMPUTE}, "measured; the first one runs under the tensor engine and asks nobody"
     assert [probe in did for probe, did in zip(PROBES, chosen[1:], strict=False)] == [True, True]
-    assert memory.explanation[-1].startswith("The step is expected to take ")
+    *_, expected, measured = memory.explanation
+    assert expected.startswith("The step is expected to take ")
+    followed = sum(one.projected_seconds > 0 for one in memory.history)
+    assert measured.startswith("Of the seconds that plans expected ")
+    assert f"median of {followed} steps" in measured
     assert any("blocks.0" in sentence for sentence in memory.explanation)
     memory.report(tmp_path / "page.html")
     assert "The step is expected to take " in (tmp_path / "page.html").read_text()

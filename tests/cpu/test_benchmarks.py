@@ -101,6 +101,23 @@ def test_auto_races_the_usual_ways_within_its_budget() -> None:
     assert {"m, competitors whose losses differ", "m, bytes over a budget"} <= {*missed}
 
 
+def test_predictions_of_auto_stand_beside_what_steps_take() -> None:
+    (row,) = quick("auto_predictions").rows
+    assert row["planned"] == 3
+    assert row["losses"] == "as plain"
+    assert row["least"] >= 1
+    assert row["expected"] > 0
+    assert row["peak_bytes"] <= row["budget_bytes"]
+
+
+def test_lengths_share_plans_of_auto_within_the_budget() -> None:
+    plain, shared, anew = quick("auto_lengths").rows
+    assert {row["losses"] for row in (plain, shared, anew)} == {"as plain"}
+    assert shared["over"] == anew["over"] == 0
+    assert 0 < shared["plans"] <= 20
+    assert "plans" not in plain
+
+
 def test_budget_counts_steps_over_budget_and_losses_that_differ() -> None:
     result = quick("budget")
     plain, *rows = result.rows

@@ -18,9 +18,11 @@ from spillway.methods.actions import Action
 from spillway.methods.auto.block_problem import BlockProblem
 from spillway.methods.auto.choosing import Effort, floor, plan
 from spillway.methods.auto.fill import Filler
+from spillway.methods.auto.menus import Menus
 from spillway.methods.auto.rules import by_kind, rules, sentences
 from spillway.methods.auto.search import improve
 from spillway.methods.auto.simulate import Clock, simulate
+from spillway.methods.by_block import BlockSample, Forecast, StepSample
 from tests.pure.auto_machine import OFFLOAD, problems, uniform
 
 BERT = instance(*model("bert"), MACHINES["H200"], 0.2)
@@ -183,3 +185,18 @@ def test_sentences_say_what_became_of_each_kind_and_why() -> None:
         "The step is expected to take 21.00 s, 0.0% more than with everything kept, 0.0 us of it waiting for copies, "
         "and 500 B of 520 B at its peak.",
     )
+    *_, whole = sentences(replace(problem, rest=4.0), planned)
+    assert whole.startswith("The step is expected to take 25.00 s, ")
+
+
+def test_what_steps_take_beside_their_blocks_is_learned_from_whole_steps() -> None:
+    menus = Menus(batched=False)
+    forecast = Forecast(
+        saved=(100, 100), seconds=(2.0, 2.0), turn=0, rest=0, working=(0, 0), gradients=(0, 0)
+    )  # fmt: skip
+    for seconds in (25.0, 17.0, 19.0, 0.0):
+        step = StepSample(size=(8,), recomputed=frozenset((0, 1)), peak=300, seconds=seconds)
+        blocks = [BlockSample(block=n, size=(8,), nbytes=100, seconds=2.0, backward=3.0, again=1.0) for n in (0, 1)]
+        menus.take(step, blocks, forecast)
+    found = menus.problem(forecast, 1000, (8,), moves=False)
+    assert (found.plain, found.rest) == (10.0, 5.0)

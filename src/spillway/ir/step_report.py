@@ -92,6 +92,8 @@ class StepReport:
     """Those that were to be kept, and were given up when room got short."""
     projected_bytes: Bytes = 0
     """What the plan expected the peak to be; 0 without a plan."""
+    projected_seconds: Seconds = 0.0
+    """What the plan expected the step to take; 0 where it did not say."""
     planning_seconds: Seconds = 0.0
     """Time that the method took to decide."""
     room_seconds: Seconds = 0.0

@@ -74,6 +74,8 @@ class StepSample:
     """Bytes a second at which copies went out while blocks ran; 0 where nothing was copied."""
     in_rate: float = 0.0
     """The same of copies in."""
+    seconds: Seconds = 0.0
+    """Of the whole step, its update included; 0 where nobody said."""
 
 
 @final
@@ -134,6 +136,8 @@ class BlockPlan:
     comes_in: Sequence[int] = ()
     """The call at the beginning of whose backward the copy in of each call is to begin; its own number where nothing
     of it is away. Empty where nobody has planned copies in: then one block's is read ahead."""
+    step_seconds: Seconds = 0.0
+    """What the whole step is expected to take; 0 where that is not known."""
 
     @classmethod
     def nothing_kept(

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
+from statistics import median
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, final
 
 import torch
@@ -287,7 +288,16 @@ class BlockSession(Session):
         """See `Session.explanation`."""
         if self._engine is None or self._planner is None:
             return ()
-        return self._planner.explained([report.block for report in self._engine.reports])
+        told = self._planner.explained([report.block for report in self._engine.reports])
+        followed = [report for report in self.history if report.projected_seconds > 0]
+        if not told or not followed:
+            return told
+        times = median(report.seconds / report.projected_seconds for report in followed)
+        peaks = max(report.peak_bytes / report.projected_bytes for report in followed)
+        return *told, (
+            f"Of the seconds that plans expected {times:.0%} were taken, at the median of {len(followed)} "
+            f"steps, and of the bytes {peaks:.1%}, at most."
+        )
 
     @property
     def when_freed(self) -> list[Freed]:
@@ -890,7 +900,7 @@ class _Step(AbstractStep):
         try:
             if session._before is not None:
                 session._before.learn()
-            self._learn()
+            self._learn(seconds)
             self._report(seconds)
             if self._paged and session._paging is not None:
                 session._say_what_ran_eagerly(session._paging.engine)
@@ -911,7 +921,7 @@ class _Step(AbstractStep):
                 stacklevel=5,
             )
 
-    def _learn(self) -> None:
+    def _learn(self, seconds: Seconds) -> None:
         watch = self._watch
         if watch is None:
             return
@@ -938,7 +948,7 @@ class _Step(AbstractStep):
         asked = dict(zip(map(id, watch.passes), self._asked, strict=True))
         for one, step, blocks in samples:
             family, dimensions = asked[id(one)]
-            family.learn(dimensions, step, blocks)
+            family.learn(dimensions, replace(step, seconds=seconds / len(watch.passes)), blocks)
             unlimited = not self._session._budget.limited
             if unlimited or step.peak <= one.decision.plan.projected or one.decision.phase is Phase.COLLECTING:
                 entered.traced.setdefault(self._key, set()).add(watch.path)
@@ -980,6 +990,7 @@ class _Step(AbstractStep):
             escaped=0, unmanaged=0, logged=self.logged, input_size=list(self._size), blocks=len(calls),
             recomputed_blocks=len(again), revoked_blocks=sum(len(one.revoked) for one in passes),
             projected_bytes=max((one.expected for one in passes), default=0),
+            projected_seconds=sum(one.decision.plan.step_seconds for one in passes),
             planning_seconds=self._planning, room_seconds=room, peak_measured=watch is not None and watch.traced,
         )  # fmt: skip
         session._finish(report)

@@ -197,6 +197,7 @@ class Auto(AbstractBlockMethod):
             seconds=found.outcome.seconds - problem.plain,
             smallest=min(gone, default=0),
             comes_in=found.outcome.comes_in[: len(blocks)],
+            step_seconds=found.outcome.seconds + problem.rest,
         )
         return _Remembered(made, problem, found)
 

@@ -81,6 +81,8 @@ class BlockProblem:
     """The same, on the way in."""
     host: Bytes | None = None
     """How many bytes may be moved altogether; None for any number."""
+    rest: Seconds = 0.0
+    """What the step takes outside of its blocks, whatever becomes of them."""
 
     def __post_init__(self) -> None:
         for number, block in enumerate(self.blocks):

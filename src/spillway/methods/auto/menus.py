@@ -90,6 +90,7 @@ class Menus:
         self._again, self._selected, self._backward = _Shares(), _Shares(), _Shares()
         self._slower, self._extra = _Shares(), _Shares()
         self._out, self._in = _Rate(), _Rate()
+        self._rest = _Shares()
 
     def take(self, step: StepSample, blocks: Sequence[BlockSample], forecast: Forecast | None) -> bool:
         """Take what a step measured; returns whether menus may be others now.
@@ -101,6 +102,10 @@ class Menus:
         """
         before = self._out.known, self._in.known, len(self._kept)
         moved = any(sample.action.moves for sample in blocks)
+        plain = sum(sample.seconds + sample.backward for sample in blocks)
+        if min(plain, step.seconds) > 0 and not moved and all(sample.backward for sample in blocks if sample.nbytes):
+            ran = plain + sum(sample.again for sample in blocks)
+            self._rest.take(0, max(step.seconds - ran, 0.0) / plain)
         known = len(blocks) if forecast is None else len(forecast.saved)
         for sample in blocks[:known]:  # calls that no step made of which bytes were learned teach nothing
             if not moved:
@@ -186,7 +191,10 @@ class Menus:
         turn = max(forecast.turn - before, 0)
         head = Option(action=Action.KEEP, resident=0, forward_peak=turn, backward_peak=turn)
         blocks.append(Block(kind=-1, forward=0.0, backward=0.0, gradients=0, options=(head,)))
-        return BlockProblem(blocks=blocks, available=available, out_rate=self._out.known, in_rate=self._in.known)
+        rest = self._rest.of((0,), 0.0) * sum(block.forward + block.backward for block in blocks)
+        return BlockProblem(
+            blocks=blocks, available=available, out_rate=self._out.known, in_rate=self._in.known, rest=rest
+        )
 
     def _at(self, estimates: dict[int, Estimate], call: int, size: InputSize) -> Bytes:
         return estimates[call].at(size) if call in estimates and estimates[call].measured else 0

@@ -122,10 +122,10 @@ def sentences(problem: BlockProblem, planned: Planned, names: Mapping[int, str] 
     outcome = planned.outcome
     if not outcome.fits:
         return (refusal(problem),)
-    waits = outcome.room_stall + outcome.data_stall
+    waits, whole = outcome.room_stall + outcome.data_stall, problem.plain + problem.rest
     step = (
-        f"The step is expected to take {format_seconds(outcome.seconds)}, "
-        f"{outcome.seconds / max(problem.plain, 1e-12) - 1:.1%} more than with everything kept, "
+        f"The step is expected to take {format_seconds(outcome.seconds + problem.rest)}, "
+        f"{(outcome.seconds - problem.plain) / max(whole, 1e-12):.1%} more than with everything kept, "
         f"{format_seconds(waits)} of it waiting for copies, and {format_bytes(outcome.peak)} of "
         f"{format_bytes(problem.available)} at its peak."
     )
