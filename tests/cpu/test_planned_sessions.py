@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple, final
 
 import pytest
@@ -461,7 +462,7 @@ def test_what_nobody_may_move_is_set_aside_before_a_step_is_planned(numpy: bool)
     assert max(report.peak_bytes for report in memory.history) <= memory.allowed
 
 
-def test_a_session_that_keeps_timelines_follows_its_plans_too() -> None:
+def test_a_session_that_keeps_timelines_follows_its_plans_too(tmp_path: Path) -> None:
     budget = plain("encoder")[2] // 2
     torch.manual_seed(0)
     setting = encoder()
@@ -475,6 +476,11 @@ def test_a_session_that_keeps_timelines_follows_its_plans_too() -> None:
     assert made is not None
     assert made.diverged is None
     assert memory.timeline is not None
+    assert memory.timeline.window == made.plan.window, "drawn over the step that it planned"
+    assert memory.timeline.step >= 2
+    page = tmp_path / "page.html"
+    memory.report(page)
+    assert "The window over the step" in page.read_text()
     assert difference(state_of(setting.model, setting.optimizer), plain("encoder")[0]) is None
 
 

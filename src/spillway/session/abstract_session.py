@@ -188,7 +188,8 @@ class Session(ABC):
         self.history: list[StepReport] = []
         """One report per finished step."""
         self.timeline: Timeline | None = None
-        """The timeline of the step in which most bytes left and came back, if timelines are kept."""
+        """The timeline of the step in which most bytes left and came back, of those that a window planned if there are
+        any, if timelines are kept."""
         self._models = models
         self._optimizers = optimizers
         self._writer = writer

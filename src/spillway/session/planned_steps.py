@@ -27,6 +27,7 @@ from spillway.engines.tensors.abstract import Around
 from spillway.engines.tensors.tensor_engine import TensorEngine
 from spillway.errors import BudgetInfeasible, SpillwayError
 from spillway.ir import Op, verify
+from spillway.ir.timeline import WindowAt
 from spillway.memory.lanes import TransferLog
 from spillway.methods import Planned, Problem
 from spillway.methods.planned import SelfPlanned
@@ -134,6 +135,14 @@ class PlannedSteps:
                 f"moved instead when room gets short: {why}",
                 stacklevel=6,
             )
+
+    @property
+    def window(self) -> tuple[WindowAt, ...]:
+        """What the window did that planned the step which has ended; empty if none did, or it was another step."""
+        planned = self._now.planned
+        if planned is None or planned.diverged is not None or self._engine.ops != planned.ops:
+            return ()
+        return planned.plan.window
 
     def abandon(self, close: Callable[[], None]) -> None:
         """Nobody can end the step any more: let go, then `close` the engine."""

@@ -9,6 +9,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, final
 
 import torch
@@ -24,6 +25,7 @@ from spillway.errors import BudgetInfeasible, SessionError, SpillFullError, Spil
 from spillway.internals.private import process_groups, unheard
 from spillway.internals.process_memory import peak_rss, reset_peak
 from spillway.ir import RunWriter, StepReport, Timeline
+from spillway.ir.timeline import WindowAt
 from spillway.memory.budget import UNLIMITED
 from spillway.methods.dynn_offload import DynnOffload
 from spillway.methods.planned import Planned, SelfPlanned
@@ -74,7 +76,7 @@ class TensorSession(Session):
         and of what they use that they do not make."""
         self._varying: set[tuple[Any, ...]] = set()
         """Of those that did and took more than the budget: they are watched."""
-        self._most_pressure = (-1, 0)
+        self._most_pressure = (False, -1, 0)
         self._told_other = False
         self._unwritten: Timeline | None = None
         """The timeline, until it stands in the run file."""
@@ -228,18 +230,10 @@ class TensorSession(Session):
                 stacklevel=6,
             )
 
-    def _presses_most(self, report: StepReport) -> bool:
-        return _pressure(report) > self._most_pressure
-
     def _conclude(self, report: StepReport, timeline: Timeline | None) -> None:
         if timeline is not None:
             self.timeline = self._unwritten = timeline
-            self._most_pressure = _pressure(report)
         self._finish(report)
-
-
-def _pressure(report: StepReport) -> tuple[Bytes, Bytes]:
-    return report.bytes_out + report.bytes_in + report.dropped_bytes, report.peak_bytes
 
 
 @final
@@ -353,14 +347,27 @@ class _Step(AbstractStep):
             session._learn_to_fit(self._circumstances, report)
         timeline = None
         if engine.history is not None:
-            timeline = engine.history.stop(len(session.history) if session._presses_most(report) else None)
+            pressure = self._pressure(report)
+            timeline = engine.history.stop(len(session.history) if pressure > session._most_pressure else None)
             engine.history = None
+            if timeline is not None:
+                session._most_pressure = pressure
+                timeline = replace(timeline, window=self._window)
         session._conclude(report, timeline)
         session._say_what_ran_eagerly(engine)
         if self._is_whole():  # a first one makes the optimizer's state
             session._say_that_the_plan_is_of_another_step()
         if session._plans is not None:
             session._plans.conclude()
+
+    @property
+    def _window(self) -> tuple[WindowAt, ...]:
+        plans = self._session._plans
+        return plans.window if isinstance(plans, PlannedSteps) else ()
+
+    def _pressure(self, report: StepReport) -> tuple[bool, Bytes, Bytes]:
+        """By which the step is chosen whose timeline is kept: one that a window planned before any other."""
+        return bool(self._window), report.bytes_out + report.bytes_in + report.dropped_bytes, report.peak_bytes
 
     def _unwatched_report(self, seconds: Seconds) -> StepReport:
         """What the arena counted."""
