@@ -36,7 +36,7 @@ NEAR: Final = 600
 ALONE: Final = 3
 """Choices with one block that is not kept of which the seconds are looked at."""
 
-SMALLER: Final = tuple((share, times) for share in (0.99, 0.98, 0.97, 0.96) for times in (1.0, share))
+SMALLER: Final = tuple((1 - 0.005 * part, times) for part in range(1, 9) for times in (1.0, 1 - 0.005 * part))
 """What a plan is also used for: bytes and seconds of inputs that are a little smaller than its own, as shares."""
 
 LOSES: Final = 0.004
@@ -144,7 +144,9 @@ def _steady(clock: Clock, best: Timed, simple: Iterable[list[int]]) -> Timed:
             for share, times in SMALLER:
                 smaller = clock.seconds([shrunk(row, share, times) for row in rows])
                 seconds += LOSS_COUNTS * max(smaller - most, 0.0)
-        return seconds if seconds < below else inf
+                if seconds >= below:
+                    return inf
+        return seconds
 
     if _waits(clock, *best) <= LITTLE * clock.plain:
         return best
