@@ -11,9 +11,8 @@ from math import inf
 import pytest
 from hypothesis import given, settings
 
-from benchmarks.auto_instances import MACHINES, model
+from benchmarks.auto_instances import MACHINES, model, scaled
 from benchmarks.auto_instances import problem as instance
-from benchmarks.auto_instances import scaled
 from benchmarks.auto_planner import BENCHMARK, alike, exhausted, mimose, random_problems
 from spillway.methods.actions import Action
 from spillway.methods.auto.block_problem import BlockProblem
