@@ -212,7 +212,7 @@ def _milliseconds(count: int, size: Size) -> float:
 # ---------------------------------------------------------------------- safety
 
 
-def _random_problems(size: Size) -> Iterator[BlockProblem]:
+def random_problems(size: Size) -> Iterator[BlockProblem]:
     """Each of other sizes and times, with less available than the floor in about one of twenty."""
     drawn = random.Random(24)
     pairs = [problem(*model(name), MACHINES[device]) for name in size.models for device in MACHINES]
@@ -229,7 +229,7 @@ def _safety(size: Size, tell: Tell) -> Mapping[str, Any]:
         ("over", "refused", "floors_off", "slower_if_smaller", "slower_with_more", "single", "polished"), 0
     )
     most = dict.fromkeys(("slower_if_smaller", "slower_with_more", "single"), 0.0)
-    for number, given in enumerate(_random_problems(size)):
+    for number, given in enumerate(random_problems(size)):
         if number % 2000 == 1999:
             tell(f"{number + 1} random problems")
         planned = plan(given)

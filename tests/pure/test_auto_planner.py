@@ -11,9 +11,9 @@ from math import inf
 import pytest
 from hypothesis import given, settings
 
-from benchmarks.auto_instances import MACHINES, model
+from benchmarks.auto_instances import MACHINES, model, scaled
 from benchmarks.auto_instances import problem as instance
-from benchmarks.auto_planner import alike, exhausted, mimose
+from benchmarks.auto_planner import BENCHMARK, alike, exhausted, mimose, random_problems
 from spillway.methods.actions import Action
 from spillway.methods.auto.block_problem import BlockProblem
 from spillway.methods.auto.choosing import Effort, floor, plan
@@ -80,6 +80,25 @@ def test_a_refusal_names_the_floor() -> None:
     assert planned.outcome.peak == floor(refused)
     (sentence,) = sentences(refused, planned)
     assert sentence.startswith("No choice of what becomes of the 25 blocks fits into 953.67 MiB: ")
+
+
+@pytest.mark.parametrize("number", [87, 643, 2417])
+def test_near_the_floor_a_plan_takes_no_longer_for_inputs_that_are_a_little_smaller(number: int) -> None:
+    """Here copies met others that came in earlier than for the size that was planned."""
+    problem = next(itertools.islice(random_problems(BENCHMARK.full), number, None))
+    planned = plan(problem)
+    smaller = [
+        simulate(scaled(problem, 1 - part / 400, times), planned.choice).seconds
+        for part in range(1, 17) for times in (1.0, 1 - part / 400)
+    ]  # fmt: skip
+    assert max(smaller) <= planned.outcome.seconds + 0.005 * problem.plain
+
+
+def test_no_plan_is_slower_than_algorithm_1() -> None:
+    """Its overshoot was the smaller one here."""
+    problem = next(itertools.islice(random_problems(BENCHMARK.full), 4148, None))
+    assert mimose(problem) < simulate(problem, alike(problem, Action.RECOMPUTE)).seconds
+    assert plan(problem).outcome.seconds <= mimose(problem)
 
 
 def test_what_the_host_has_no_room_for_is_recomputed() -> None:

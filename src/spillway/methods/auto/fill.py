@@ -48,8 +48,8 @@ class Filler:
         heap: list[tuple[float, int, float, Step]] = []
         room, now, out_free, behind = int(clock.available * share), 0.0, 0.0, pace * self.mean
         for number, kind in enumerate(self.kinds):
-            resident, _, forward_peak, backward_peak, *_ = clock.rows[number][0]
-            need = max(forward_peak, gradients[number] + backward_peak)
+            kept = clock.rows[number][0]
+            need = max(kept[2], gradients[number] + kept[3])
             opened = False
             while room < need:
                 if not heap:
@@ -76,10 +76,10 @@ class Filler:
                     return None
                 room -= clock.rows[number][own][0]
                 continue
-            room -= resident
+            room -= kept[0]
             now += self.forward[number]
             if kind not in outs:
-                outs[kind] = self._moves(number, price)
+                outs[kind] = self._moves(steps, number, price)
             most = 0.0
             if outs[kind] > 0 and out_free - now <= behind:
                 most = self.lane
@@ -118,14 +118,14 @@ class Filler:
         steps[key] = best
         return best
 
-    def _moves(self, number: int, price: float) -> float:
+    def _moves(self, steps: dict[tuple[int, int, float], Step | None], number: int, price: float) -> float:
         """Seconds on the lane out of the first vertex of a block's hull that moves anything; 0 without one."""
-        steps: dict[tuple[int, int, float], Step | None] = {}
-        option = 0
-        while step := self._step(steps, number, (0, option, self.lane), price):
-            option = step[1]
-            if self.clock.rows[number][option][1]:
-                return self.clock.rows[number][option][6]
+        key = self.kinds[number], 0, float(self.lane)
+        while step := steps[key] if key in steps else self._step(steps, number, key, price):
+            row = self.clock.rows[number][step[1]]
+            if row[1]:
+                return row[6]
+            key = key[0], step[1], key[2]
         return 0.0
 
     def _smaller(self, number: int, room: Bytes) -> int:
@@ -152,7 +152,7 @@ class Filler:
             option = choice[number]
             if option and least > 0:
                 rows = clock.rows[number]
-                resident, moved, forward_peak, backward_peak, *_, seconds = rows[option]
+                resident, moved, forward_peak, backward_peak, _, _, _, _, seconds = rows[option]
                 room, own = resident + least, slack[number]
                 for other, row in enumerate(rows):
                     if (

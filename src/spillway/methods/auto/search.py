@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import inf
 from random import Random
 from typing import Final, TypeAlias
@@ -16,9 +16,10 @@ DRAWN: Final = 10
 
 Timed: TypeAlias = tuple[Seconds, list[int]]
 """A choice that fits, after what it takes."""
+Timing: TypeAlias = Callable[[Sequence[Row], Seconds], Seconds]
 
 
-def improve(clock: Clock, begin: Timed, simulated: int, seed: int = 1) -> Timed:
+def improve(clock: Clock, begin: Timed, simulated: int, seed: int = 1, timed: Timing | None = None) -> Timed:
     """Try so many moves: another option for a block, or for two or three, or those of two exchanged.
 
     Args:
@@ -26,8 +27,10 @@ def improve(clock: Clock, begin: Timed, simulated: int, seed: int = 1) -> Timed:
         begin: Where to begin.
         simulated: How many moves are simulated.
         seed: Of the moves.
+        timed: What rows come to, never less than their seconds, or infinity if it is no less than a number; by default
+            their seconds.
     """
-    rows, (seconds, choice) = clock.rows, begin
+    rows, (seconds, choice), timed = clock.rows, begin, timed or clock.seconds
     free = [number for number, options in enumerate(rows) if len(options) > 1]
     if not free:
         return begin
@@ -68,7 +71,7 @@ def improve(clock: Clock, begin: Timed, simulated: int, seed: int = 1) -> Timed:
         before = [taken[number] for number, _ in move]
         for number, option in move:
             taken[number] = rows[number][option]
-        found = clock.seconds(taken, seconds)
+        found = timed(taken, seconds)
         if found < seconds:
             seconds, busy = found, busy + more
             after = _room_after(clock, taken)

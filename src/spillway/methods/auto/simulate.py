@@ -93,9 +93,9 @@ class Clock:
     def needed(self, rows: Sequence[Row]) -> Bytes:
         """The least that has to be available for them, with all the waiting in the world."""
         held, most = 0, 0
-        for (resident, _, forward_peak, backward_peak, *_), gradients in zip(rows, self.gradients, strict=True):
-            most = max(most, held + forward_peak, held + gradients + backward_peak)
-            held += resident
+        for row, gradients in zip(rows, self.gradients, strict=True):
+            most = max(most, held + row[2], held + gradients + row[3])
+            held += row[0]
         return most
 
     def seconds(self, rows: Sequence[Row], below: Seconds = inf) -> Seconds:
@@ -254,3 +254,12 @@ def _has_room(
         if slack[number] - claimed < nbytes:
             return False
     return True
+
+
+def shrunk(row: Row, sizes: float, times: float) -> Row:
+    """The same with every number of bytes and of seconds multiplied."""
+    resident, moved, forward_peak, backward_peak, forward, backward, out, into, both = row
+    return (
+        int(resident * sizes), int(moved * sizes), int(forward_peak * sizes), int(backward_peak * sizes),
+        forward * times, backward * times, out * sizes, into * sizes, both * times,
+    )  # fmt: skip
