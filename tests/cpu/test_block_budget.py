@@ -491,3 +491,108 @@ def test_a_block_is_managed_by_one_session_at_a_time() -> None:
 def test_lazy_buffers_without_a_size_are_refused_too() -> None:
     with pytest.raises(ModelError, match="lazy"):
         spillway.manage(nn.Sequential(nn.Linear(3, 3), nn.LazyBatchNorm1d(affine=False)), budget="4MiB")
+
+
+class Foreign(torch.optim.Optimizer):
+    """Of which nothing is known: three states, and temporaries of all parameters at once."""
+
+    def __init__(self, parameters: Any, *, temporaries: int = 2) -> None:
+        super().__init__(parameters, {})
+        self.temporaries = temporaries
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            trained = [one for one in group["params"] if one.grad is not None]
+            for one in trained:
+                for name in () if self.state[one] else "abc":
+                    self.state[one][name] = torch.zeros_like(one)
+            held = [[one.grad.sign() for one in trained] for _ in range(self.temporaries)]
+            for one, direction in zip(trained, held[0], strict=True):
+                self.state[one]["a"].add_(direction)
+                one.sub_(self.state[one]["a"], alpha=1e-3)
+
+
+def updated_by_foreign(method: str | None, budgets: Sequence[int], **options: Any) -> tuple[list[bytes], list[Any]]:
+    """What was trained, a step under each budget, and the reports of steps that were not refused, or the refusal."""
+    torch.manual_seed(0)
+    model = Chain(*(Residual() for _ in range(3)))
+    optimizer = Foreign(model.parameters())
+    x = torch.randn(8, WIDTH)
+    if method is None:
+        for _ in budgets:
+            update(model, optimizer, x)
+        return [one.detach().numpy().tobytes() for one in model.parameters()], []
+    said: list[Any] = []
+    with spillway.manage(
+        model, optimizer, budget=budgets[0], method=method, blocks=spillway.BlockOptions(**options)
+    ) as memory:
+        for budget in budgets:
+            memory.budget = budget
+            try:
+                with memory.step(x):
+                    update(model, optimizer, x)
+                said.append(memory.history[-1])
+            except BudgetInfeasible as refused:
+                said.append(refused)
+    return [one.detach().numpy().tobytes() for one in model.parameters()], said
+
+
+FOREIGN = [("auto", {}), ("mimose", {"page": True}), ("mimose", {}), ("checkpoint", {})]
+
+
+@pytest.mark.parametrize(("method", "options"), FOREIGN)
+def test_an_optimizer_that_tells_nothing_beforehand_is_watched_or_refused_and_never_over(
+    method: str, options: dict[str, Any]
+) -> None:
+    needed = max(report.peak_bytes for report in updated_by_foreign(method, [1 << 30] * 2, **options)[1])
+    budgets = [int(0.9 * needed)] * 3
+    weights, said = updated_by_foreign(method, budgets, **options)
+    if method == "auto" or options:
+        assert weights == updated_by_foreign(None, budgets)[0]
+        assert all(report.peak_bytes <= budgets[0] for report in said)
+    else:
+        assert all(isinstance(refused, BudgetInfeasible) for refused in said)
+        assert "What Foreign needs cannot be told before" in str(notes_of(said[0]))
+        enough = [said[0].smallest_budget] * 3
+        assert all(report.peak_bytes <= enough[0] for report in updated_by_foreign(method, enough, **options)[1])
+
+
+@pytest.mark.parametrize(("method", "options"), FOREIGN)
+def test_what_such_an_update_took_is_reckoned_with_from_then_on(method: str, options: dict[str, Any]) -> None:
+    """A budget just above that is enough, and nobody watches ops for it; one just below is not."""
+    ample = [1 << 30] * 3
+    taken = updated_by_foreign(method, ample, **options)[1][-1].peak_bytes
+    budgets = [*ample, int(1.02 * taken), int(1.02 * taken), int(0.97 * taken)]
+    said = updated_by_foreign(method, budgets, **options)[1]
+    assert [report.ops for report in said[3:5]] == [0, 0]
+    assert all(report.peak_bytes <= budget for report, budget in zip(said[:5], budgets, strict=False))
+    if method == "auto" or options:
+        assert said[5].ops
+        assert said[5].peak_bytes <= budgets[5]
+    else:
+        assert said[5].needed == pytest.approx(taken, rel=0.01)
+
+
+def test_state_that_grows_with_every_step_is_reckoned_with() -> None:
+    """LBFGS keeps two more tensors of all parameters after each of its first hundred steps."""
+    model, _ = model_of(4)
+    model.eval()  # without dropout
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=1e-4, max_iter=1)
+    x = torch.randn(8, WIDTH)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = model(x).square().sum()
+        loss.backward()
+        return loss
+
+    parameters = sum(one.nbytes for one in model.parameters())
+    budget = 14 * parameters
+    with spillway.manage(model, optimizer, budget=budget, method="checkpoint") as memory:
+        with pytest.raises(BudgetInfeasible, match="the smallest budget"):
+            for _ in range(20):
+                with memory.step(x):
+                    optimizer.step(closure)
+        assert len(memory.history) > 2
+        assert max(report.peak_bytes for report in memory.history) <= budget

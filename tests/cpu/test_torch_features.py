@@ -250,3 +250,18 @@ def test_a_block_with_nested_tensors_of_the_strided_layout_inside_is_kept_and_th
         assert torch.equal(torch.autograd.grad(model(x).sum(), x)[0], plain)
         because = "it has nested tensors inside whose layout is strided"
         assert [report.kept_because for report in engine.calls] == [because, because]
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_model_that_is_managed_is_exported_as_it_is(strict: bool) -> None:
+    """Between steps, whether or not blocks were found by then."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(3)))
+    x = torch.randn(8, 16)
+    with spillway.manage(model, torch.optim.SGD(model.parameters()), budget="1GiB", method="checkpoint") as memory:
+        for _ in range(2):
+            exported = torch.export.export(model, (x,), strict=strict).module()
+            assert torch.equal(exported(x), model(x))
+            with memory.step(x):
+                model(x).sum().backward()
+        assert memory.blocks

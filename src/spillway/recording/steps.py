@@ -142,9 +142,8 @@ def named_tensors(
         for owner, state in optimizer.state.items():
             name = names.get(id(owner), "")
             if isinstance(state, Mapping):
-                for key, value in state.items():
-                    if isinstance(value, torch.Tensor):
-                        yield Kind.OPTIMIZER_STATE, f"{name}.{key}" if name else "", value
+                found = (one for key, value in state.items() for one in _leaves(value, f"{name}.{key}"))
+                yield from ((Kind.OPTIMIZER_STATE, path if name else "", one) for path, one in found)
     yield from ((Kind.INPUT, name, tensor) for name, tensor in _leaves(batch, ""))
 
 

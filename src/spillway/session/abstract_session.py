@@ -532,6 +532,8 @@ class Session(ABC):
                     for value in state.values():
                         if isinstance(value, tensor):
                             yield states, value
+                        elif isinstance(value, (list, *mappings)):  # as LBFGS keeps directions
+                            yield from ((states, leaf) for leaf in leaves(value) if isinstance(leaf, tensor))
         yield from ((Kind.INPUT, leaf) for leaf in leaves(batch) if isinstance(leaf, torch.Tensor))
 
     def _named_bytes(self, batch: Any) -> Bytes:

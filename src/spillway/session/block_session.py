@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 import time
@@ -51,7 +52,7 @@ from spillway.session.abstract_session import AbstractStep, Session, header, mod
 from spillway.session.before import Before
 from spillway.session.input_sizes import NO_COLUMNS, Columns, Shape, SizeReader
 from spillway.session.inputs import leaves, signature_of, storages
-from spillway.session.needs import Call, least, needs_of, recomputing
+from spillway.session.needs import Call, Kept, Needs, kept_by, least, recomputing
 from spillway.session.options import BlockOptions, SpillOptions
 from spillway.session.paging import UNINTERRUPTED, Paging
 from spillway.session.ranks import Agreement
@@ -203,7 +204,7 @@ class BlockSession(Session):
         self._engine: BlockEngine | None = None
         self._finder: Hook | None = None
         self._told_unseen = self._told_above = self._told_full = False
-        self._needs: dict[tuple[int, int], Update] = {}
+        self._needs = Needs()
         self._before: Before | None = None
         """Made in the first step, under a budget."""
         self._largest: Bytes = 0
@@ -510,7 +511,7 @@ class BlockSession(Session):
 
     def _update_begins(self, optimizer: torch.optim.Optimizer) -> None:
         if isinstance(self._running, _Step):
-            self._running.optimizer_begins(self._needs_of(optimizer))
+            self._running.optimizer_begins(optimizer)
 
     def _optimizer_ended(self, *_: Any) -> None:
         if isinstance(self._running, _Step):
@@ -521,15 +522,9 @@ class BlockSession(Session):
         if isinstance(running, _Step) and running.thread is threading.current_thread():
             running.graph_grows()
 
-    @unheard_by_modes
-    def _needs_of(self, optimizer: torch.optim.Optimizer) -> Update:
-        """Told anew when it has got state for more parameters."""
-        if not self._budget.limited:
-            return Update()
-        key = id(optimizer), len(optimizer.state)
-        if key not in self._needs:
-            self._needs[key] = needs_of([optimizer])
-        return self._needs[key]
+    def _needs_of_all(self) -> Update:
+        """Of all optimizers, which step one after the other."""
+        return functools.reduce(Update.beside, map(self._needs.of, self._optimizers), Update())
 
     # ------------------------------------------------------------------ for _Step
 
@@ -577,6 +572,12 @@ class _Step(AbstractStep):
         """Whether an optimizer has begun, and whether it was granted what it needs."""
         self._lost: str | None = None
         """What could not be put back, once that was tried."""
+        self._updates: list[Kept] = []
+        """Optimizers that have begun, as long as blocks are watched."""
+        self._watched: tuple[Kept, Bytes] | None = None
+        """The one of which every op is watched since nobody knows what it takes, and what was there when it began."""
+        self._forwards: StepWatch | None = None
+        """What was measured before it."""
         self._alone: Bytes = 0
         """What a step without a forward of the model took, above what was there when it began."""
         self._asked: list[tuple[_Family, Shape]] = []
@@ -761,14 +762,14 @@ class _Step(AbstractStep):
 
     @property
     def state(self) -> Bytes:
-        return needs_of(self._session._optimizers).state
+        return self._session._needs_of_all().state
 
     @property
     def update(self) -> Bytes:
         groups = [group for optimizer in self._session._optimizers for group in optimizer.param_groups]
         without = [one for group in groups for one in group["params"] if one.requires_grad and one.grad is None]
         missing: Bytes = sum(local_of(one).numel() * one.element_size() for one in without)
-        needs = needs_of(self._session._optimizers)
+        needs = self._session._needs_of_all()
         return missing + needs.state + needs.working + LOSS
 
     def _decide(self, available: Bytes) -> tuple[Decision, Forecast | None, InputSize, bool]:
@@ -810,11 +811,22 @@ class _Step(AbstractStep):
         return decision, forecast, self._size, fits and watch is not None and not watch.unmeasured
 
     @unheard_by_modes
-    def optimizer_begins(self, needs: Update) -> None:
+    def optimizer_begins(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer is about to change something."""
         self._optimized = True
-        if self._watch is not None:
-            self._watch.optimizer_begins(needs)
+        session, watch = self._session, self._watch
+        if watch is not None and session._budget.limited:
+            needs = session._needs.of(optimizer)
+            try:
+                watch.optimizer_begins(needs)
+            except BudgetInfeasible as refusal:
+                if session._needs.assumes(optimizer):
+                    refusal.add_note(_assumption(optimizer, needs))
+                raise
+            self._updates.append(kept_by(optimizer))
+            if self._watch is None and session._needs.assumes(optimizer) and session._paging is not None:
+                session._paging.forget(self._entered[1:])  # it may need less
+                self._forwards, self._watched = watch, (self._updates.pop(), session._budget.resident)
         self._updated = True
 
     @unheard_by_modes
@@ -822,6 +834,12 @@ class _Step(AbstractStep):
         """It has changed what it was to change."""
         if self._watch is not None:
             self._watch.optimizer_ended()
+        if self._watched is not None and self._session._paging is not None:
+            (key, before), self._watched = self._watched, None
+            budget, counters = self._session._budget, self._session._paging.engine.controller.counters
+            if not (counters.moves or counters.drops):
+                state = max(budget.resident - before, 0)
+                self._session._needs.learn(key, Update(state, max(budget.peak - before - state, 0)))
 
     @unheard_by_modes
     def end(self) -> SpillwayError | None:
@@ -922,9 +940,11 @@ class _Step(AbstractStep):
             )
 
     def _learn(self, seconds: Seconds) -> None:
-        watch = self._watch
+        watch = self._watch or self._forwards
         if watch is None:
             return
+        for key, took in zip(self._updates, watch.updates, strict=False):
+            self._session._needs.learn(key, took)
         more = any(0 < one.expected < watch.peak for one in watch.passes)
         moves = any(one.moves for one in watch.passes)  # how long copies take is not the same in every step
         if not (self._new or more or moves or watch.unmeasured):
@@ -1004,6 +1024,14 @@ class _Step(AbstractStep):
                 f"optimizer needs for itself, which could not be told beforehand.",
                 stacklevel=4,
             )
+
+
+def _assumption(optimizer: torch.optim.Optimizer, needs: Update) -> str:
+    return (
+        f"What {type(optimizer).__name__} needs cannot be told before it has stepped once, and is taken to be no more "
+        f"than {format_bytes(needs.state)} of state and {format_bytes(needs.working)} of temporaries. A method that "
+        f"watches every op, or BlockOptions(page=True), needs no such bound."
+    )
 
 
 def _one(models: Sequence[torch.nn.Module]) -> torch.nn.Module:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeAlias, cast, final
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -16,13 +16,16 @@ from spillway.engines.blocks.extra_forward import is_the_models
 from spillway.engines.blocks.quiet import quiet
 from spillway.engines.blocks.reach import Reach, reach_of
 from spillway.engines.environment import Environment
-from spillway.engines.tensors.optimizers import Update, update_of
+from spillway.engines.tensors.optimizers import Update, assumed, update_of
 from spillway.engines.tensors.tally import Tally
 from spillway.engines.tensors.twins import results_of, unseen, untouched, usual_loss, without_content
 from spillway.internals.interrupts import by_signal
 from spillway.internals.private import grad_mode, heard
 from spillway.methods.actions import Action
 from spillway.units import Bytes
+
+Kept: TypeAlias = tuple[int, int, int]
+"""Of an optimizer: which it is, how many parameters have state, and how many it updates."""
 
 
 class Call(NamedTuple):
@@ -38,8 +41,42 @@ class Call(NamedTuple):
 
 @unseen()
 def needs_of(optimizers: Sequence[torch.optim.Optimizer]) -> Update:
-    """Of several optimizers that step one after the other; nothing of one that does not run on such tensors."""
-    return functools.reduce(Update.beside, (update_of(one) or Update() for one in optimizers), Update())
+    """Of several optimizers that step one after the other; a bound of one that does not run on such tensors."""
+    return functools.reduce(Update.beside, (update_of(one) or assumed(one) for one in optimizers), Update())
+
+
+@final
+class Needs:
+    """What updates of a session's optimizers take. Where it cannot be told beforehand it is learned, of every number
+    of parameters that have state, and until then assumed."""
+
+    def __init__(self) -> None:
+        self._told: dict[Kept, Update | None] = {}
+        self._learned: dict[Kept, Update] = {}
+
+    @unseen()
+    def of(self, optimizer: torch.optim.Optimizer) -> Update:
+        """Of its next update."""
+        key = kept_by(optimizer)
+        if key not in self._told:
+            self._told[key] = update_of(optimizer)
+        return self._told[key] or self._learned.get(key) or assumed(optimizer)
+
+    def assumes(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether that is a bound, since nobody has seen such an update yet."""
+        key = kept_by(optimizer)
+        return self._told.get(key) is None and key not in self._learned
+
+    def learn(self, key: Kept, took: Update) -> None:
+        """An update has taken so much that began with this. Of what was told beforehand there is nothing to learn."""
+        if self._told.get(key) is None:
+            before = self._learned.get(key, Update())
+            self._learned[key] = Update(max(took.state, before.state), max(took.working, before.working))
+
+
+def kept_by(optimizer: torch.optim.Optimizer) -> Kept:
+    """What its needs depend on."""
+    return id(optimizer), len(optimizer.state), sum(len(group["params"]) for group in optimizer.param_groups)
 
 
 def recomputing(call: Call, environment: Environment, *, loss: bool = True) -> Bytes | None:

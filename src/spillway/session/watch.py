@@ -733,6 +733,17 @@ class StepWatch:
         most = self._start + max(peaks, default=0)
         return most if peaks and most > self._budget.allowed else 0
 
+    @property
+    def updates(self) -> list[Update]:
+        """What each optimizer took, as far as it was measured."""
+        levels = [window.level for window in self.windows]
+        found = []
+        for at, (mark, window) in enumerate(zip(self._marks, self.windows, strict=False)):
+            if mark.kind == "optimizer":
+                state = max(levels[min(at + 1, len(levels) - 1)] - window.level, 0)
+                found.append(Update(state, window.peak - window.level - state))
+        return found
+
     def samples(self) -> list[tuple[Pass, StepSample, list[BlockSample]]]:
         """What a traced step has to tell of each of its passes that went backward."""
         latest = 0

@@ -16,6 +16,10 @@ from torch._compile import _disable_dynamo
 from spillway.errors import ModelError
 
 _NAME: Final = "forward"
+_OF_FUNCTIONS: Final = frozenset(
+    f"__{name}__" for name in ("code", "globals", "defaults", "kwdefaults", "closure", "annotations")
+)
+"""What exporters and TorchScript read of a forward. Not `__func__`: who takes that leaves out what stands in front."""
 
 
 class Bypassed(Protocol):
@@ -64,6 +68,11 @@ class Hook:
     def __wrapped__(self) -> Callable[..., Any]:
         """What Accelerate asks for when it takes its own wrappers off a model, also from below this one."""
         return self.original
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _OF_FUNCTIONS:
+            return getattr(self.original, name)
+        raise AttributeError(name)
 
     def install(self) -> None:
         """Stand there."""

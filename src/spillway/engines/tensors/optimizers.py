@@ -15,10 +15,17 @@ from spillway.engines.tensors.tally import Tally
 from spillway.engines.tensors.twins import bare_step
 from spillway.internals.interrupts import by_signal
 from spillway.internals.private import grad_mode, local_of
+from spillway.memory.ledger import SMALLEST_MOVABLE
 from spillway.units import Bytes
 
 NUMBERS: Final[Bytes] = 64
 """Kernels make tensors of the numbers that they are given, which nobody sees."""
+STATES: Final = 4
+"""Tensors of state a parameter that an optimizer of which nothing is known may add, as Prodigy and Adan do."""
+TEMPORARIES: Final = 3
+"""Temporaries as large as all parameters that it may have at once."""
+SINGLE: Final[Bytes] = 4
+"""Bytes of an element of these, at least."""
 
 
 class Update(NamedTuple):
@@ -57,6 +64,17 @@ def update_of(optimizer: torch.optim.Optimizer) -> Update | None:
             raise
         return None
     return total
+
+
+def assumed(optimizer: torch.optim.Optimizer) -> Update:
+    """Of an optimizer that tells nothing beforehand (`update_of` is None): a bound that published ones keep, `STATES`
+    for each parameter that has no state yet and `TEMPORARIES` for each of them."""
+    parameters = [one for group in optimizer.param_groups for one in group["params"] if one.requires_grad]
+    sizes = [local_of(one).numel() * max(one.element_size(), SINGLE) for one in parameters]
+    new = [nbytes for one, nbytes in zip(parameters, sizes, strict=True) if not optimizer.state.get(one)]
+    small = sum(SINGLE + STATES * nbytes * (nbytes < SMALLEST_MOVABLE) for nbytes in sizes)
+    working = TEMPORARIES * sum(sizes) + NUMBERS
+    return Update(STATES * sum(new), working, small, large=STATES * max(sizes, default=0))
 
 
 def _of_group(optimizer: torch.optim.Optimizer, group: dict[str, Any], total: Update) -> Update:

@@ -19,7 +19,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
-from spillway.engines.tensors.optimizers import Update, update_of
+from spillway.engines.tensors.optimizers import Update, assumed, update_of
 from spillway.engines.tensors.tally import Tally
 from spillway.engines.tensors.twins import results_of, unseen, untouched, usual_loss, without_content
 from spillway.errors import BudgetInfeasible
@@ -81,7 +81,7 @@ def smallest_budget(
     by then, with the batch (`model(**batch)`, `model(*batch)` or `model(batch)`, or as much of it as the model takes);
     a bound from below otherwise.
     """
-    update = functools.reduce(Update.beside, map(_update, optimizers), Update())
+    update = functools.reduce(Update.beside, (update_of(one) or assumed(one) for one in optimizers), Update())
     escaped = sum(storage.nbytes for storage in list(engine.table.values()) if storage.escaped)
     probed = _probe(models, batch, calls)
     largest = max(
@@ -101,16 +101,6 @@ def _small(models: Sequence[torch.nn.Module]) -> Bytes:
     """Bytes of parameters and gradients that are too small to leave."""
     parameters = [parameter for model in models for parameter in model.parameters()]
     return sum(2 * p.nbytes for p in parameters if p.nbytes < SMALLEST_MOVABLE)
-
-
-def _update(optimizer: torch.optim.Optimizer) -> Update:
-    """As Adam's, where it cannot be told."""
-    told = update_of(optimizer)
-    if told is not None:
-        return told
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    small = sum(4 + (2 * one.nbytes if one.nbytes < SMALLEST_MOVABLE else 0) for one in parameters)
-    return Update(small=small, large=4 * max(parameter.nbytes for parameter in parameters))
 
 
 def _probe(models: Sequence[torch.nn.Module], batch: Any, calls: Sequence[Called]) -> Bytes | None:
