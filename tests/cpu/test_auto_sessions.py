@@ -14,7 +14,7 @@ from torch import nn
 import spillway
 from spillway.errors import ModelError, SpillFullError
 from spillway.methods import Action
-from spillway.methods.auto import PROBES, Auto
+from spillway.methods.auto import PROBES, TRIED, Auto
 from spillway.session.auto_session import AutoSession
 from spillway.session.block_session import BlockSession
 from spillway.session.tensor_session import TensorSession
@@ -82,6 +82,44 @@ def test_the_first_steps_measure_and_later_ones_mix(plain: tuple[list[bytes], in
     assert memory.history[3].bytes_out > 0, "of inputs, by which copies are timed"
     assert all(one.projected_bytes > 0 for one in memory.history[4:]), "all later steps are planned"
     assert not any(did <= {Action.KEEP} for did in chosen[3:]), "and give something up"
+
+
+def test_steps_that_measure_keep_what_surely_fits_and_try_things_in_few_blocks(
+    plain: tuple[list[bytes], int, int],
+) -> None:
+    _, start, peak = plain
+    budget = int(start + 0.7 * (peak - start))
+    expected = run(Training((64,) * 5), None)
+    training = Training((64,) * 5)
+    tried: list[list[Action]] = []
+    begin = Auto.begin
+
+    def told(self: Auto, size: Any, available: int) -> Any:
+        decision = begin(self, size, available)
+        tried.append([*decision.plan.actions])
+        return decision
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Auto, "begin", told)
+        with managed(training, budget, report=EACH) as memory:
+            assert run(training, memory) == expected
+    assert max(one.peak_bytes for one in memory.history) <= budget
+    assert [did.count(action) for action, did in zip(PROBES, tried[1:3], strict=True)] == [TRIED, TRIED]
+    assert tried[2].count(Action.KEEP) == 2, "of four blocks"
+
+
+def test_sizes_that_are_new_are_measured_with_something_kept() -> None:
+    method = Auto(moves=False)
+    training = Training((40, 56, 32, 48, 36, 52))
+    with managed(training, None, "mimose", report=EACH) as memory:
+        bits = run(training, memory)
+    start, peak = memory.history[-1].start_bytes, max(one.peak_bytes for one in memory.history)
+    budget = int(start + 0.8 * (peak - start))
+    training = Training((40, 56, 32, 48, 36, 52))
+    with managed(training, budget, method, report=EACH) as memory:
+        assert run(training, memory) == bits
+    assert max(one.peak_bytes for one in memory.history) <= budget
+    assert all(one.recomputed_blocks < one.blocks for one in memory.history[3:])
 
 
 def test_where_everything_fits_nothing_is_done_after_the_first_steps() -> None:

@@ -4,9 +4,11 @@ No paper's: what five of them do each alone, planned jointly. `block_problem.py`
 decides, `menus.py` has what training teaches. A step of a new training measures, by what its blocks run anyway:
 
  1. the first recomputes every block, which needs least: bytes, and seconds of both runs;
- 2. one runs, selectively, the blocks that could be kept, one of each kind at least: what that keeps and spares;
- 3. one recomputes every block with its input away: how fast copies are while blocks run;
- 4. others do as the first, at most `COLLECTED` in all, while a size is new and no law covers it.
+ 2. one runs, selectively, `TRIED` blocks of each kind: what that keeps and spares;
+ 3. one recomputes as many with their inputs away: how fast copies are while blocks run;
+ 4. others only measure, at most `COLLECTED` in all, while a size is new and no law covers it.
+
+All but the first keep what surely fits by what is known of bytes, which errs upwards, and recompute the rest.
 
 The second and third wait for a step in which not everything fits, and the second for one with room for it.
 
@@ -16,7 +18,7 @@ After these every size has its plan: sizes within `BUCKET` of each other share t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, floor, log
 from typing import Final, Self, final
 
@@ -45,6 +47,8 @@ PROBES: Final = (Action.SELECTIVE, Action.RECOMPUTE_OFFLOADED)
 """What is tried in blocks beside recomputing them, each until something is known of it."""
 TRIES: Final = 3
 """How often at most."""
+TRIED: Final = 2
+"""Blocks of each kind in which something is tried."""
 BUCKET: Final = 0.02
 """How far apart sizes may be that share a plan: each of their numbers, as a share of it."""
 MARGIN: Final = 0.01
@@ -125,28 +129,41 @@ class Auto(AbstractBlockMethod):
             return Decision(Phase.COLLECTING, probe, True)
         if not self.collects(size):
             return Decision(Phase.PLANNED, self.plan(size, available), False)
-        return Decision(Phase.COLLECTING, BlockPlan.nothing_kept(size, available), True)
+        surely = self._surely(size, available) if self._bytes.ready else None
+        return Decision(Phase.COLLECTING, surely or BlockPlan.nothing_kept(size, available), True)
+
+    def _surely(self, size: InputSize, available: Bytes) -> BlockPlan | None:
+        """What is kept while something is still to be measured; None where it is not sure that this will fit."""
+        cautious = self._bytes.plan(size, int(available * (1 - CAUTION)))
+        return cautious if cautious.holds else None
 
     def _probe(self, size: InputSize, available: Bytes) -> BlockPlan | None:
         """What is still to be tried, where not everything fits and nearly as much room is left as that may take."""
         if not self._pending or not self._bytes.ready or not self._bytes.plan(size, available).given_up:
             return None
         action = next(iter(self._pending))
-        if action is Action.RECOMPUTE_OFFLOADED:
-            return BlockPlan.nothing_kept(size, available, action)
-        cautious = self._bytes.plan(size, int(available * (1 - CAUTION)))
-        return self._selecting(size, available, cautious) if cautious.holds else None
+        surely = self._surely(size, available)
+        if surely is not None:
+            return self._trying(action, surely)
+        return None if action is Action.SELECTIVE else BlockPlan.nothing_kept(size, available, action)
 
-    def _selecting(self, size: InputSize, available: Bytes, fitting: BlockPlan) -> BlockPlan:
-        """Selective are those that would fit if they were kept, and the first of each kind."""
-        forecast = self._bytes.forecast(size)
-        firsts = {forecast.saved.index(saved) for saved in forecast.saved}
-        selects = [fitting.keeps(call) or call in firsts for call in range(len(forecast.saved))]
-        actions = tuple(Action.SELECTIVE if one else Action.RECOMPUTE for one in selects)
-        return BlockPlan(
-            size=size, actions=actions, otherwise=Action.RECOMPUTE, projected=0, available=available, seconds=0.0,
-            smallest=0,
-        )  # fmt: skip
+    def _trying(self, action: Action, surely: BlockPlan) -> BlockPlan:
+        """The same, but for a few blocks of each kind: selective are those that would be kept, if there are any; inputs
+        leave of those that are recomputed anyway."""
+        saved = self._bytes.forecast(surely.size).saved
+        of_kinds: dict[Bytes, list[int]] = {}
+        for call, nbytes in enumerate(saved):
+            if action.selects or (not surely.keeps(call) and self._menus.leaves(call, surely)):
+                of_kinds.setdefault(nbytes, []).append(call)
+        if action.selects:
+            of_kinds = {
+                kind: sorted(calls, key=lambda call: not surely.keeps(call)) for kind, calls in of_kinds.items()
+            }
+        tried = {call for calls in of_kinds.values() for call in calls[:TRIED]}
+        if not tried:  # nothing that is recomputed has an input that could leave while the rest is kept
+            return BlockPlan.nothing_kept(surely.size, surely.available, action)
+        actions = tuple(action if call in tried else did for call, did in enumerate(surely.actions))
+        return replace(surely, actions=actions, projected=0)
 
     def plan(self, size: InputSize, available: Bytes) -> BlockPlan:
         """The plan of the size's bucket: one that is remembered and still suits, or a new one.
@@ -210,7 +227,7 @@ class Auto(AbstractBlockMethod):
             self._measured.add(step.size)
         forecast = self._bytes.forecast(step.size) if self._bytes.ready else None
         changed |= self._menus.take(step, blocks, forecast)
-        if step.peak > step.projected > 0:
+        if step.peak > step.projected > 0 and not collecting:
             self._over, changed = (1 + self._over) * step.peak / step.projected - 1 + CUSHION, True
         else:
             self._over *= FORGETS

@@ -17,7 +17,7 @@ from typing import Final, TypeAlias, final
 
 from spillway.methods.actions import Action
 from spillway.methods.auto.block_problem import Block, BlockProblem, Option
-from spillway.methods.by_block import BlockSample, Forecast, InputSize, StepSample
+from spillway.methods.by_block import BlockPlan, BlockSample, Forecast, InputSize, StepSample
 from spillway.methods.mimose.estimator import Estimate, Laws
 from spillway.units import Bytes, Seconds
 
@@ -127,6 +127,11 @@ class Menus:
     def knows(self, action: Action) -> bool:
         """Whether anything was learned where blocks did this."""
         return bool(self._kept) if action.selects else self._out.known > 0 < self._in.known
+
+    def leaves(self, call: int, plan: BlockPlan) -> bool:
+        """Whether a call's input is not held by anybody else under a plan."""
+        held = call in self._stays and call > 0 and plan.keeps(call - 1)
+        return not held and self._at(self._inputs, call, plan.size) > 0
 
     def _estimate(self, estimates: dict[int, Estimate], block: int) -> Estimate:
         if block not in estimates:
