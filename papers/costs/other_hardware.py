@@ -98,8 +98,8 @@ COLUMNS: Final = (
 )  # fmt: skip
 
 NOTE: Final = (
-    "Written before any measurement of these devices was looked up, and not changed since. Devices exchange all "
-    "gradients at 25 GB/s after every backward."
+    "Written before any measurement of these devices was looked up. Devices exchange all gradients at 25 GB/s after "
+    "every backward."
 )
 
 BENCHMARK: Final = Benchmark(

@@ -8,8 +8,9 @@ BERT's mixed precision is that of CUDA's autocast, which the CPU's is not: softm
 (`as_on_cuda`). Swin's is Apex's O1, whose list of float32 functions has GELU too. GPT is fairseq's with `--fp16`:
 every parameter and activation is a half, a float32 copy of each parameter is trained by one fused op, and GELU is
 computed in float32. Swin's script trains through `DistributedDataParallel`, whose buckets hold its gradients once
-more. Gradients are set to zero and stay, as was torch's default; fairseq gives its halves up. Dropout is CUDA's
-single op with a mask of a byte a number.
+more, takes the loss's scale out of gradients and clips them. Softmax is torch 1.10's (`Softmax`).
+Gradients are set to zero and stay, as was torch's default; fairseq gives its halves up. Dropout is CUDA's single op
+with a mask of a byte a number.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from spillway.ir import Kind, Op, Phase, Step, StorageInfo, Value, verify
 from spillway.ir.account import account
 from spillway.ir.lives import lives_of
 from spillway.methods import LRU, Checkmate, Problem
+from spillway.methods.base import Absence
 from spillway.methods.checkmate import cut as cut_module
 from spillway.methods.checkmate import lower_bound
 from spillway.methods.checkmate.cut import cuts
@@ -219,3 +220,16 @@ def test_what_no_other_method_has_gone_is_not_begun_with_again(monkeypatch: pyte
     assert Checkmate(most_nodes=0, starts=[LRU, LRU]).solve(problem) == alone
     assert Checkmate(most_nodes=0, starts=[LRU]).solve(replace(problem, rehearse=lambda policy: [])) == alone
     assert begun == once * 2
+
+
+@pytest.mark.parametrize("until", [0, 100])
+def test_a_draft_follows_what_a_policy_left_to_die(until: int) -> None:
+    step = linear_step(4)
+    longer = replace(step.storages[2], alive_until=len(step.ops))  # nobody reads it any more
+    step = replace(step, storages=(*step.storages[:2], longer, *step.storages[3:]))
+    draft = Draft(step, lives_of(step), step.plain_peak())
+    dying = {number: one for number, one in enumerate(draft.idle) if not one.back}
+    # Given up as it dies, or before, and never seen again.
+    draft.follow(Absence(one.value, one.start, max(until, one.start)) for one in dying.values())
+    assert dying
+    assert draft.ends == {number: one.end for number, one in dying.items()}

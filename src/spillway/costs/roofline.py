@@ -60,7 +60,7 @@ PUBLISHED: Final = Efficiency(
         }
     ),
     columns=23.0, inner=19.0, waves=0.60, winograd_columns=23.0, winograd_inner=20.0, channels=17.0,
-    step_spread=(0.77, 1.30), extra_spread=(0.29, 3.43),
+    step_spread=(0.77, 1.30), extra_spread=(0.33, 3.04),
     source="single ops of DTR's logs on a Titan V, plain steps of PAPAYA's models on a V100",
 )  # fmt: skip
 """Of GPUs in general, as `python -m papers costs_ops costs_plain` finds it. Assumed, because nobody measured them:

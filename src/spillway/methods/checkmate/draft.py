@@ -280,12 +280,16 @@ class Draft:
                     self.change(number, self.idle[number].end)
 
     def follow(self, gaps: Iterable[Gap | Absence]) -> None:
-        """Have gone what these gaps have, of another plan or as a policy left them."""
+        """Have gone what these gaps have, of another plan or as a policy left them.
+
+        What a policy leaves to die may be absent for longer than it lives, or be given up as it dies.
+        """
         for gap in sorted(gaps, key=lambda gap: (gap.start, gap.value)):
             for number in self.of_value.get(gap.value, ()):
                 one = self.idle[number]
-                if one.start <= gap.start < gap.end <= one.end and number not in self.ends:
-                    self.change(number, gap.end)
+                end = min(gap.end, one.end) if one.back else one.end
+                if one.start <= gap.start < one.end and gap.start < end and number not in self.ends:
+                    self.change(number, end)
 
     def share(self) -> None:
         """What a replay makes in passing stays from then on, where there is room and it saves time."""
