@@ -14,12 +14,15 @@ from typing import Final, final
 import numpy
 
 from papers import SHARED
+from papers.costs.cuda_cache import asked_of_cuda
 from papers.costs.log_ops import ASSUMED, LOGS, TITAN_V, Log
+from papers.papaya.published import NAMED, Model
 from spillway.advisor.measurements import Experiment
 from spillway.advisor.simulated import Steps
 from spillway.costs import DEVICES, Device, Efficiency, OpKind
 from spillway.costs.fitting import fit, least_squares
 from spillway.costs.roofline import Floats, Reckoned, launches_of, paced, work_of
+from spillway.ir.step import Phase
 from spillway.units import Bytes, Seconds
 
 ZIP: Final = SHARED / "data" / "dtr" / "logs.zip"
@@ -48,29 +51,33 @@ class Point:
     measured: Seconds
     peak: Bytes
     published_peak: float | None
+    asked: Floats | float = 0.0
+    """[ops] How often CUDA is asked for memory, where every step begins with an empty cache."""
 
-    def seconds(self, by: Efficiency, host: Seconds) -> Seconds:
-        """As foretold."""
-        return float(paced(self.reckoned.seconds(by), self.launches * host).sum())
+    def seconds(self, by: Efficiency, host: Seconds, asking: Seconds = 0.0) -> Seconds:
+        """As foretold, if CUDA takes so long to answer."""
+        return float(paced(self.reckoned.seconds(by), self.launches * host + self.asked * asking).sum())
 
     def seconds_on(self, device: Device) -> Seconds:
         """The same, on a device with an efficiency."""
         return self.seconds(device.efficiency or ASSUMED, device.host_seconds)
 
 
-def points_of(steps: Steps, there: Experiment, device: Device = V100) -> list[Point]:
-    """Plain steps at some of the batch sizes that were measured, the largest among them."""
-    plain = there.methods["exact"]
+def points_of(model: Model, steps: Steps, there: Experiment, data: Path, device: Device = V100) -> list[Point]:
+    """Plain steps at some of the batch sizes that were measured, the largest among them; of each what was timed."""
+    plain, peaks = there.methods["exact"], model.peaks(data)
     sizes = sorted(plain.seconds)
     chosen = sorted({sizes[round(place)] for place in numpy.linspace(0, len(sizes) - 1, SIZES)})
     found = []
     for batch in chosen:
         step = steps.at(batch)
         works = [work_of(step, op) for op in step.ops]
+        timed = [place for place, op in enumerate(step.ops) if model.times_update or op.phase is not Phase.OPTIMIZER]
         found.append(
             Point(
-                batch=batch, reckoned=Reckoned(works, device), launches=launches_of(step, works),
-                measured=plain.seconds[batch], peak=step.plain_peak(), published_peak=plain.peaks.get(batch),
+                batch=batch, reckoned=Reckoned([works[place] for place in timed], device),
+                launches=launches_of(step, works)[timed], measured=plain.seconds[batch], peak=step.plain_peak(),
+                published_peak=peaks.get(batch), asked=numpy.array(asked_of_cuda(step)) if model.gives_back else 0.0,
             )
         )  # fmt: skip
     return found
@@ -111,6 +118,11 @@ def devices_of(points: Mapping[str, Sequence[Point]], single: Efficiency) -> dic
     """For each model the V100 as the other models have it."""
     found = {}
     for name in points:
-        by, host = fit_steps([other for one, other in points.items() if one != name], single)
+        by, host = fit_steps(list(without(points, name).values()), single)
         found[name] = replace(V100, efficiency=by, host_seconds=host)
     return found
+
+
+def without(points: Mapping[str, Sequence[Point]], left: str = "") -> dict[str, Sequence[Point]]:
+    """What is fitted to: not the model that is left out, and none whose steps `cudaMalloc` has a part in."""
+    return {name: one for name, one in points.items() if name != left and not NAMED[name].gives_back}

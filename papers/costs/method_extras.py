@@ -17,10 +17,10 @@ from benchmarks.record import Benchmark, Check, Result, Row, Skipped, Tell, froz
 from papers.costs.left_out import ZIP, devices_of, of_logs, points_of
 from papers.costs.log_ops import LOGS
 from papers.papaya.models import BUILDS
-from papers.papaya.published import DATA
-from papers.papaya.simulated import PUBLISHED, bench_of, read_published
+from papers.papaya.published import DATA, NAMED
+from papers.papaya.simulated import PUBLISHED, AsTimed, read_published, steps_of
 from spillway.advisor.measurements import Experiment
-from spillway.advisor.simulated import SimulatedBench, Steps
+from spillway.advisor.simulated import Steps
 from spillway.costs import Device
 from spillway.costs.fitting import spread_of
 
@@ -42,8 +42,8 @@ def run(size: Size, tell: Tell) -> Result:
         if not path.is_file():
             raise Skipped(f"there is no {path}")
     published = read_published(size.data)
-    steps = {name: bench_of(name, options)[1] for name, options in size.options.items()}
-    points = {name: points_of(one, published[name]) for name, one in steps.items()}
+    steps = {name: steps_of(name, options) for name, options in size.options.items()}
+    points = {name: points_of(NAMED[name], one, published[name], size.data) for name, one in steps.items()}
     devices = devices_of(points, of_logs(size.zip, size.logs))
     rows: list[Row] = []
     for name, one in steps.items():
@@ -53,7 +53,7 @@ def run(size: Size, tell: Tell) -> Result:
 
 
 def _rows(name: str, steps: Steps, device: Device, there: Experiment, methods: Sequence[str]) -> Iterator[Row]:
-    bench, plain = SimulatedBench(name, steps, device), there.methods["exact"].seconds
+    bench, plain = AsTimed(name, steps, device), there.methods["exact"].seconds
     for method in methods:
         samples = there.methods.get(PUBLISHED[method])
         both = sorted(samples.seconds.keys() & plain.keys()) if samples is not None else []

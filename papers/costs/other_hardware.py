@@ -14,7 +14,7 @@ from typing import Any, Final
 from benchmarks import columns
 from benchmarks.record import Benchmark, Check, Result, Row, Tell, frozen
 from papers.papaya.models import BUILDS
-from papers.papaya.simulated import bench_of
+from papers.papaya.simulated import steps_of
 from spillway.advisor.bench import AbstractBench
 from spillway.advisor.model import ring_seconds
 from spillway.advisor.simulated import SimulatedBench
@@ -43,7 +43,7 @@ def run(size: Size, tell: Tell) -> Result:
     """Every model on everything."""
     rows: list[Row] = []
     for name, options in size.options.items():
-        steps = bench_of(name, options)[1]
+        steps = steps_of(name, options)
         benches = {called: SimulatedBench(name, steps, device_named(called)) for called, _ in size.hardware}
         for method in METHODS:
             batches: dict[Bytes, int] = {}  # the same on all devices of the same memory
@@ -98,8 +98,8 @@ COLUMNS: Final = (
 )  # fmt: skip
 
 NOTE: Final = (
-    "Written before any measurement of these devices was looked up, and not changed since. Devices exchange all "
-    "gradients at 25 GB/s after every backward."
+    "Written before any measurement of these devices was looked up. Devices exchange all gradients at 25 GB/s after "
+    "every backward."
 )
 
 BENCHMARK: Final = Benchmark(

@@ -12,13 +12,15 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
+import numpy
+
 from benchmarks import columns
 from benchmarks.record import Benchmark, Check, Result, Row, Skipped, Tell, frozen
-from papers.costs.left_out import ZIP, Point, devices_of, fit_steps, of_logs, points_of
+from papers.costs.left_out import ZIP, Point, devices_of, fit_steps, of_logs, points_of, without
 from papers.costs.log_ops import LOGS
 from papers.papaya.models import BUILDS
-from papers.papaya.published import DATA
-from papers.papaya.simulated import bench_of, read_published
+from papers.papaya.published import DATA, NAMED
+from papers.papaya.simulated import read_published, steps_of
 from spillway.costs import PUBLISHED, Device, Efficiency, OpKind
 from spillway.costs.fitting import spread_of
 
@@ -47,7 +49,7 @@ def run(size: Size, tell: Tell) -> Result:
     tell("fitted to single ops")
     models = {}
     for name, options in size.options.items():
-        models[name] = points_of(bench_of(name, options)[1], published[name])
+        models[name] = points_of(NAMED[name], steps_of(name, options), published[name], size.data)
         tell(f"{name}: recorded")
     return result_of(models, single)
 
@@ -66,12 +68,13 @@ def result_of(models: Mapping[str, Sequence[Point]], single: Efficiency) -> Resu
                     "peak_ratio": None if point.published_peak is None else point.peak / point.published_peak,
                 }
             )  # fmt: skip
-    by, host = fit_steps(list(models.values()), single)
+    by, host = fit_steps(list(without(models).values()), single)
     notes = [
         NOTE,
-        f"Fitted to all five: products of halves get {by.shares[OpKind.MATMUL].half:.3f} of the tensor cores, batched "
-        f"ones {by.shares[OpKind.BATCHED].half:.3f}; the host takes {1e6 * host:.1f} us an op.",
+        f"Fitted to all but Swin: products of halves get {by.shares[OpKind.MATMUL].half:.3f} of the tensor cores, "
+        f"batched ones {by.shares[OpKind.BATCHED].half:.3f}; the host takes {1e6 * host:.1f} us an op.",
         *(_told(name, device) for name, device in devices.items()),
+        *(_asking(name, points, devices[name]) for name, points in models.items() if NAMED[name].gives_back),
     ]
     return Result(title=TITLE, columns=COLUMNS, rows=rows, notes=notes)
 
@@ -80,6 +83,20 @@ def _told(name: str, device: Device) -> str:
     by = device.efficiency or PUBLISHED
     half = [by.shares[kind].half for kind in (OpKind.MATMUL, OpKind.BATCHED)]
     return f"{name} left out: {half[0]:.3f}, {half[1]:.3f}, {1e6 * device.host_seconds:.1f} us."
+
+
+def _asking(name: str, points: Sequence[Point], device: Device) -> str:
+    """How long CUDA would have to take for memory, if nothing else were missing from a step."""
+    told = []
+    for point in points:
+        low, high = 0.0, 0.1
+        for _ in range(40):
+            middle = (low + high) / 2
+            by = device.efficiency or PUBLISHED
+            short = point.seconds(by, device.host_seconds, middle) < point.measured
+            low, high = (middle, high) if short else (low, middle)
+        told.append(f"{point.batch}: {numpy.sum(point.asked):.0f} times, {1e3 * low:.2f} ms")
+    return f"{name} asks CUDA for memory so often, and is as slow as published if an answer takes, {', '.join(told)}."
 
 
 def judge(result: Result) -> Iterator[Check]:

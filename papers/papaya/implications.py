@@ -16,7 +16,7 @@ from benchmarks import columns
 from benchmarks.record import Benchmark, Check, Result, Row, Tell, frozen
 from papers.papaya.published import DATA, MEMORY, SWEEPS
 from papers.papaya.published import Sweep as Published
-from papers.papaya.simulated import bench_of, experiment_of, read_published, sampled
+from papers.papaya.simulated import V100, AsTimed, experiment_of, read_published, sampled, steps_of
 from spillway.advisor.gains import Crossover, Sweep, SweepPoint, crossing, over_devices
 from spillway.advisor.gains import gains as gains_of
 from spillway.advisor.measurements import Experiment, read_measurements
@@ -67,7 +67,7 @@ def run(size: Size, tell: Tell) -> Result:
         points[one] = _answers(one, size)
     depth = _sweep("depth", "layers", {one: points[one, hidden] for one in size.layers})
     width = _sweep("width", "hidden size", {one: points[layers, one] for one in size.hidden})
-    _, steps = bench_of(MODEL, {"layers": layers, "hidden": hidden, "length": size.length})
+    steps = steps_of(MODEL, {"layers": layers, "hidden": hidden, "length": size.length})
     gradients = sum(storage.nbytes for storage in steps.at(2).storages if storage.kind is Kind.PARAMETER)
     sheet = device_named("v100-pcie").out_per_second
     devices, fitted = (over_devices(points[size.base], COUNTS, gradients, link) for link in (sheet, RING))
@@ -87,7 +87,7 @@ def run(size: Size, tell: Tell) -> Result:
 
 def _answers(shape: tuple[int, int], size: Size) -> Sequence[Advice]:
     layers, hidden = shape
-    bench, _ = bench_of(MODEL, {"layers": layers, "hidden": hidden, "length": size.length})
+    bench = AsTimed(MODEL, steps_of(MODEL, {"layers": layers, "hidden": hidden, "length": size.length}), V100)
     methods = sampled(bench, METHODS, size.limit)
     there = experiment_of(MODEL, methods, layers=str(layers), hidden=str(hidden))
     return advise(there, size.limit)

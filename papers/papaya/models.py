@@ -8,8 +8,9 @@ BERT's mixed precision is that of CUDA's autocast, which the CPU's is not: softm
 (`as_on_cuda`). Swin's is Apex's O1, whose list of float32 functions has GELU too. GPT is fairseq's with `--fp16`:
 every parameter and activation is a half, a float32 copy of each parameter is trained by one fused op, and GELU is
 computed in float32. Swin's script trains through `DistributedDataParallel`, whose buckets hold its gradients once
-more. Gradients are set to zero and stay, as was torch's default; fairseq gives its halves up. Dropout is CUDA's
-single op with a mask of a byte a number.
+more, takes the loss's scale out of gradients and clips them. Softmax is torch 1.10's (`Softmax`).
+Gradients are set to zero and stay, as was torch's default; fairseq gives its halves up. Dropout is CUDA's single op
+with a mask of a byte a number.
 """
 
 from __future__ import annotations
@@ -45,8 +46,20 @@ def swin(batch: int, *, width: int = 192, depths: tuple[int, ...] = (2, 2, 18, 2
     """Swin-Large (Liu et al. 2021)."""
     settings = {"image_size": side, "drop_path_rate": 0.2, "num_labels": CLASSES, "attn_implementation": "eager"}
     model = swin_transformer(depths, width, **settings)
-    model.register_buffer("buckets", torch.zeros(sum(one.numel() for one in model.parameters())))
-    return _workload("pictures", model, pictures_of(batch, side), batch, half=True, float32=("gelu",))
+    parameters = list(model.parameters())
+    buckets = torch.zeros(sum(one.numel() for one in parameters))
+    model.register_buffer("buckets", buckets)
+    workload = _workload("pictures", model, pictures_of(batch, side), batch, half=True, float32=("gelu",))
+
+    def exchange(*_: object) -> None:
+        for one, bucket in zip(parameters, buckets.split([one.numel() for one in parameters]), strict=True):
+            bucket.view_as(one).copy_(one.grad)
+            one.grad.copy_(bucket.view_as(one))
+        torch._foreach_mul_([one.grad for one in parameters], 1 / 65536)
+        nn.utils.clip_grad_norm_(parameters, 5.0, foreach=False)
+
+    workload.optimizers[0].register_step_pre_hook(exchange)
+    return workload
 
 
 def bert(batch: int, *, layers: int = 24, hidden: int = 1024, length: int = LENGTH) -> Workload:
@@ -60,7 +73,7 @@ def gpt(batch: int, *, layers: int = 12, hidden: int = 768, length: int = CONTEX
     """GPT-3 small (Brown et al. 2020, table 2.1), a language model."""
     model = built_as(
         torch.float16, "GPT2LMHeadModel", n_layer=layers, n_embd=hidden, n_head=max(hidden // 64, 1),
-        n_positions=length, use_cache=False, attn_implementation="eager", activation_function="gelu",
+        n_positions=length, use_cache=False, attn_implementation="eager", activation_function="gelu", attn_pdrop=0.0,
     )  # fmt: skip
     causal = torch.ones((1, 1, length, length), dtype=torch.bool).tril()
     words = torch.full((batch, length), 7)
@@ -68,7 +81,8 @@ def gpt(batch: int, *, layers: int = 12, hidden: int = 768, length: int = CONTEX
 
     @contextmanager
     def around() -> Iterator[None]:
-        with dropout_of_cuda(), replaced("gelu", lambda gelu, x: gelu(x.float()).half()):
+        keeping = replaced("softmax", lambda _, x, dim=-1, **kwargs: Softmax.apply(x, dim))
+        with dropout_of_cuda(), keeping, replaced("gelu", lambda gelu, x: gelu(x.float()).half()):
             yield
 
     return repeated("gpt", model, inputs, MasterAdam(model.parameters()), size=batch, around=around)
@@ -120,10 +134,31 @@ HALF: Final = ("Bert-Large", "Swin-Large", "GPT-Small")
 def as_on_cuda(*float32: str) -> Iterator[None]:
     """Within, autocast is on and softmax and layer norm are float32, as CUDA's has them; and those functions too."""
     with ExitStack() as stack:
-        for name in ("softmax", "layer_norm", *float32):
+        for name in ("layer_norm", *float32):
             stack.enter_context(replaced(name, lambda usual, x, *args, **kwargs: usual(x.float(), *args, **kwargs)))
+        stack.enter_context(replaced("softmax", lambda _, x, dim=-1, **kwargs: Softmax.apply(x.float(), dim)))
         stack.enter_context(torch.autocast("cpu", dtype=torch.float16))
         yield
+
+
+@final
+class Softmax(torch.autograd.Function):
+    """Softmax of torch 1.10, whose backward was given the input too, for its type: autograd saves it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int) -> Tensor:
+        """The op as it is."""
+        result = torch._softmax(x, dim, False)
+        ctx.save_for_backward(x, result)
+        ctx.dim = dim
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        """The op as it is; an op of no work reads the input, so that it is seen to be needed."""
+        x, result = ctx.saved_tensors
+        x.new_empty(0)
+        return torch._softmax_backward_data(gradients[0], result, ctx.dim, x.dtype), None
 
 
 @contextmanager

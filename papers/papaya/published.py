@@ -7,6 +7,7 @@ to a quarter of the batch sizes.
 
 from __future__ import annotations
 
+import csv
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import inf
@@ -22,10 +23,11 @@ from papers import SHARED, table
 from spillway.advisor import gains
 from spillway.advisor.fits import Points
 from spillway.advisor.gains import UNITS, Over, SweepPoint
-from spillway.advisor.measurements import Experiment, Samples, read_measurements
+from spillway.advisor.measurements import MB, Experiment, Samples, read_measurements
 from spillway.advisor.model import pays_by_score
 from spillway.advisor.verdict import LINEAR, advise, fit, plain_name
 from spillway.advisor.verdict import Row as Advice
+from spillway.units import Bytes, MiB
 
 DATA: Final = SHARED / "data" / "papaya" / "measurements_v100.csv"
 """`../shared/data/papaya`, seen from the root of the project."""
@@ -54,6 +56,29 @@ class Model:
     throughput: float
     """The highest throughput as a share of the plain one."""
     precision: str = ""
+    unit: Bytes = MiB
+    """Of what the files call megabytes; the scripts divide by 2^20, where their files were not written anew."""
+    times_update: bool = True
+    """Whether the scripts' clock stops after the optimizer's update."""
+    gives_back: bool = False
+    """Whether the scripts' loop empties the allocator's cache, so that every step begins with `cudaMalloc`."""
+
+    def peaks(self, data: Path) -> dict[int, float]:
+        """Bytes of plain steps, by batch size.
+
+        BERT's are means of six steps, before the first of which Adam may have had no state, since the loss was scaled
+        too far: then all that was there is less, by that sixth, than the model and the activations of the last step.
+        """
+        found: dict[int, float] = {}
+        file = f"{self.source.removesuffix('results')}mem_results.json"
+        for row in csv.DictReader(data.read_text(encoding="utf-8").splitlines()):
+            if (row["source"], row["network"], row["fp16"]) != (file, self.network, self.precision):
+                continue
+            if row["algorithm"] == "exact" and row["layer_num"] in ("", "24") and row["peak_mb"]:
+                total, activations, model = (float(row[key] or 0) for key in ("total_mb", "activation_mb", "model_mb"))
+                missing = max(model + activations - total, 0.0) if model and total else 0.0
+                found[int(row["batch_size"])] = (float(row["peak_mb"]) + missing) * self.unit
+        return found
 
 
 MODELS: Final = (
@@ -62,12 +87,14 @@ MODELS: Final = (
     Model(name="Wide-ResNet-50", network="wide_resnet50_2", source=f"{_RESNETS}/results", batches=2.8,
           throughput=0.461, methods=("L1", "dtr", "swap", "L4bit-swap")),
     Model(name="Bert-Large", network="bert-large-cased", source=f"{_BERT}/results", batches=11.2, throughput=0.506,
-          methods=("L1", "ckpt", "L1_ckpt", "swap_ckpt", "L4bit-swap")),
+          methods=("L1", "ckpt", "L1_ckpt", "swap_ckpt", "L4bit-swap"), times_update=False),
     Model(name="Swin-Large", network="swin_large", source="Swin-Transformer/v100/results/results", batches=4.5,
-          throughput=0.766, methods=("L1", "ckpt", "swap", "L4bit-swap"), precision="O1"),
+          throughput=0.766, methods=("L1", "ckpt", "swap", "L4bit-swap"), precision="O1", unit=MB,
+          gives_back=True),
     Model(name="GPT-Small", network="transformer_lm_gpt3_small", source="GPT/v100/results/results", batches=1.8,
-          throughput=0.644, methods=("L1", "ckpt", "L4bit-swap", "cpu-off")),
+          throughput=0.644, methods=("L1", "ckpt", "L4bit-swap", "cpu-off"), unit=MB),
 )  # fmt: skip
+NAMED: Final[Mapping[str, Model]] = {model.name: model for model in MODELS}
 
 
 @frozen
@@ -334,7 +361,7 @@ def _row(row: Advice, rows: Sequence[Advice], errors: Sequence[float]) -> Row:
 
 
 def _checks(result: Result) -> Iterator[Check]:
-    facts, models = result.facts, {model.name: model for model in MODELS}
+    facts, models = result.facts, NAMED
     for average in facts["averages"]:
         model = models[average["model"]]
         yield Check(

@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
+import torch
 
 from benchmarks.record import Result
 from papers.costs import costs_ops, method_extras, other_hardware, plain_steps
+from papers.costs.cuda_cache import asked_of_cuda
+from papers.costs.left_out import without
 from papers.costs.log_ops import LOGS, Log
+from papers.papaya.models import Softmax
+from papers.papaya.published import NAMED
+from papers.papaya.simulated import AsTimed, steps_of
 from spillway.advisor.bench import AbstractBench, Trial
-from spillway.costs import PUBLISHED, OpKind
+from spillway.advisor.simulated import SimulatedBench
+from spillway.costs import PUBLISHED, OpKind, device_named
 from spillway.costs.fitting import LeftOut
+from spillway.ir import Step
+from spillway.units import MiB
 from tests.cpu.benchmarks_quick import quick
 from tests.shared import shared
 
@@ -88,6 +100,75 @@ def test_small_models_are_foretold_by_others(name: str) -> None:
     shared("data/papaya/measurements_v100.csv")
     found = quick(name)
     assert {row["model"] for row in found.rows} == {"ResNet-50", "Bert-Large", "GPT-Small"}
+
+
+def test_published_peaks_are_read_as_their_scripts_wrote_them(tmp_path: Path) -> None:
+    def line(source: str, network: str, size: int, peak: float, *others: object) -> str:
+        return ",".join(map(str, (source, network, "exact", "", size, "", peak, *others)))
+
+    bert = "text_classification_fp16/v100/results/mem_results.json", "bert-large-cased"
+    file = tmp_path / "measurements.csv"
+    file.write_text(
+        "\n".join(
+            [
+                "source,network,algorithm,fp16,batch_size,layer_num,peak_mb,total_mb,activation_mb,model_mb",
+                line(*bert, 4, 6030, 6017, 1349, 5093),  # 425 short of model and activations: a mean with a first step
+                line(*bert, 20, 9630, 9582, 4438, 5144),
+                line("GPT/v100/results/mem_results.json", "transformer_lm_gpt3_small", 19, 14806, "", "", ""),
+                line("GPT/v100/results/utilization.json", "transformer_lm_gpt3_small", 18, 1, "", "", 2042),
+            ]
+        )
+    )
+    assert NAMED["Bert-Large"].peaks(file) == {4: 6455 * 2**20, 20: 9630 * 2**20}
+    assert NAMED["GPT-Small"].peaks(file) == {19: 14806 * 10**6}
+
+
+def test_the_update_takes_no_time_where_the_published_clock_stops_before_it() -> None:
+    def seconds(name: str, options: dict[str, object], bench: type[AsTimed | SimulatedBench]) -> float:
+        return bench(name, steps_of(name, options), device_named("v100")).measure("plain", 2).seconds or 0.0
+
+    small: dict[str, object] = {"layers": 1, "hidden": 64, "length": 16}
+    shares = [
+        seconds(name, small, AsTimed) / seconds(name, small, SimulatedBench) for name in ("Bert-Large", "GPT-Small")
+    ]
+    assert 0.1 < shares[0] < 0.95
+    assert shares[1] == 1
+
+
+def test_nothing_is_fitted_to_the_model_that_is_left_out_or_to_steps_that_wait_for_memory() -> None:
+    points = {name: [] for name in NAMED}
+    assert list(without(points, "ResNet-50")) == ["Wide-ResNet-50", "Bert-Large", "GPT-Small"]
+    assert "Swin-Large" not in without(points)
+
+
+def test_a_softmax_of_torch_1_10_saves_its_input_and_gives_the_same_gradient() -> None:
+    x, again = (torch.randn(3, 5, generator=torch.Generator().manual_seed(0), requires_grad=True) for _ in range(2))
+    saved: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: saved.append(one) or one, lambda one: one):
+        result = Softmax.apply(x, -1)
+    assert [one.data_ptr() for one in saved] == [x.data_ptr(), result.data_ptr()]
+    weight = torch.arange(15.0).view(3, 5)
+    (result * weight).sum().backward()
+    (again.softmax(-1) * weight).sum().backward()
+    assert torch.equal(x.grad, again.grad)
+
+
+def test_cuda_is_asked_where_no_free_block_is_large_enough() -> None:
+    def step(*storages: tuple[int, int, int]) -> SimpleNamespace:
+        infos = [
+            SimpleNamespace(id=number, nbytes=nbytes, alive_from=start, alive_until=end, present_at_start=False)
+            for number, (nbytes, start, end) in enumerate(storages)
+        ]
+        return SimpleNamespace(storages=infos, ops=range(5))
+
+    def asked(*storages: tuple[int, int, int]) -> list[int]:
+        return asked_of_cuda(cast(Step, step(*storages)))
+
+    assert asked((512, 0, 5), (MiB, 1, 5), (MiB, 2, 5)) == [1, 0, 1, 0, 0]  # segments of 2 MiB
+    assert asked((9 * MiB, 0, 5), (9 * MiB, 1, 5), (9 * MiB, 2, 5)) == [1, 0, 1, 0, 0]  # of 20 MiB
+    assert asked((11 * MiB, 0, 1), (12 * MiB, 1, 5)) == [1, 0, 0, 0, 0]  # of 12 MiB, which serves 12 again
+    assert asked((30 * MiB, 0, 1), (15 * MiB, 1, 5), (15 * MiB, 2, 3), (15 * MiB, 3, 5)) == [1, 0, 0, 0, 0]
+    assert asked((30 * MiB, 0, 1), (15 * MiB, 1, 2), (15 * MiB, 1, 2), (30 * MiB, 2, 5)) == [1, 0, 0, 0, 0]
 
 
 def test_hardware_that_nothing_was_fitted_to() -> None:

@@ -12,14 +12,16 @@ import pytest
 
 from spillway.costs.device import device_named
 from spillway.errors import BudgetInfeasible, NoPlanFound
-from spillway.ir import Kind, Op, Phase, Step, StorageInfo, Value, verify
+from spillway.ir import Kind, Op, Phase, Recompute, Step, StorageInfo, Value, verify
 from spillway.ir.account import account
 from spillway.ir.lives import lives_of
-from spillway.methods import LRU, Checkmate, Problem
+from spillway.methods import LRU, Checkmate, Planned, Problem
+from spillway.methods.base import Absence
 from spillway.methods.checkmate import cut as cut_module
 from spillway.methods.checkmate import lower_bound
 from spillway.methods.checkmate.cut import cuts
 from spillway.methods.checkmate.draft import Draft
+from spillway.simulation.simulated_engine import simulate
 from tests.pure.linear_graphs import linear_step
 
 DEVICE = device_named("a100")
@@ -219,3 +221,36 @@ def test_what_no_other_method_has_gone_is_not_begun_with_again(monkeypatch: pyte
     assert Checkmate(most_nodes=0, starts=[LRU, LRU]).solve(problem) == alone
     assert Checkmate(most_nodes=0, starts=[LRU]).solve(replace(problem, rehearse=lambda policy: [])) == alone
     assert begun == once * 2
+
+
+@pytest.mark.parametrize("until", [0, 100])
+def test_a_draft_follows_what_a_policy_left_to_die(until: int) -> None:
+    step = linear_step(4)
+    longer = replace(step.storages[2], alive_until=len(step.ops))  # nobody reads it any more
+    step = replace(step, storages=(*step.storages[:2], longer, *step.storages[3:]))
+    draft = Draft(step, lives_of(step), step.plain_peak())
+    dying = {number: one for number, one in enumerate(draft.idle) if not one.back}
+    # Given up as it dies, or before, and never seen again.
+    draft.follow(Absence(one.value, one.start, max(until, one.start)) for one in dying.values())
+    assert dying
+    assert draft.ends == {number: one.end for number, one in dying.items()}
+
+
+@pytest.mark.parametrize("replayable", [True, False])
+def test_what_nobody_reads_again_is_dropped_where_its_recipe_outlives_it_and_moved_elsewhere(replayable: bool) -> None:
+    step = linear_step(6)
+    longer = replace(step.storages[3], alive_until=len(step.ops))  # read for the last time by op 10 of 13
+    first = replace(step.ops[0], replayable=replayable)  # what it makes is dead by then
+    step = replace(
+        step, storages=(*step.storages[:3], longer, *step.storages[4:]), ops=(first, *step.ops[1:])
+    )  # fmt: skip
+    lives = lives_of(step)
+    draft = Draft(step, lives, step.plain_peak(), move_seconds=1.0)
+    number, one = next((number, one) for number, one in enumerate(draft.idle) if not one.back)
+    assert draft.change(number, one.end)
+    assert draft.seconds == (0.0 if replayable else one.nbytes)
+    plan = Problem(step=step, allowed=step.plain_peak(), device=DEVICE).plan_with(draft.gaps(), lives)
+    assert [gap.home for gap in plan.gaps] == [Recompute(ops=(0, 1, 2) if replayable else ())]
+    verify(plan, step, step.plain_peak())
+    ran = simulate(step, allowed=step.plain_peak(), method=Planned(plan, step), device=DEVICE, steps=1)
+    assert (ran.drops, ran.moves) == ((1, 0) if replayable else (0, 1))

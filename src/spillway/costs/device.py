@@ -127,21 +127,21 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
             Device(
                 name="v100", flops_per_second=15.7e12, bytes_per_second=900e9, memory=16 * 10**9,
                 out_per_second=12e9, in_per_second=12e9, half_flops_per_second=125e12, multiprocessors=80,
-                host_seconds=59e-6,
-                source=f"{_SHEET} (V100 SXM2 16 GB), in a p3.2xlarge, whose host took 59 us an op of PAPAYA's "
+                host_seconds=38e-6,
+                source=f"{_SHEET} (V100 SXM2 16 GB), in a p3.2xlarge, whose host took 38 us an op of PAPAYA's "
                 "models. Link: "
                 f"{_PCIE_3}",
             ),
             Device(
                 name="t4", flops_per_second=8.1e12, bytes_per_second=320e9, memory=16 * 10**9,
                 out_per_second=12e9, in_per_second=12e9, half_flops_per_second=65e12, multiprocessors=40,
-                host_seconds=59e-6,
+                host_seconds=38e-6,
                 source=f"{_SHEET} (T4). Link: {_PCIE_3}",
             ),
             Device(
                 name="k80", flops_per_second=2.8e12, bytes_per_second=240e9, memory=12 * 10**9,
                 out_per_second=12e9, in_per_second=12e9, multiprocessors=13,
-                host_seconds=59e-6,
+                host_seconds=38e-6,
                 source=f"{_SHEET} (K80, one of its two GPUs, without boost; its halves are computed as float32). Link: "
                 f"{_PCIE_3}",
             ),

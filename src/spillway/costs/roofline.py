@@ -31,14 +31,14 @@ IN_LOOPS: Final = 0.15
 PUBLISHED: Final = Efficiency(
     shares=MappingProxyType(
         {
-            OpKind.MATMUL: Share(compute=1.05, memory=0.70, half=0.58),
+            OpKind.MATMUL: Share(compute=1.05, memory=0.70, half=0.57),
             OpKind.BATCHED: Share(compute=0.49, memory=0.62),
             OpKind.ATTENTION: Share(compute=0.50, memory=0.60),
-            OpKind.CONVOLUTION: Share(compute=1.04, memory=0.70, half=0.58),
-            OpKind.CONVOLUTION_BACKWARD: Share(compute=0.82, memory=0.57, half=0.58),
+            OpKind.CONVOLUTION: Share(compute=1.04, memory=0.70, half=0.57),
+            OpKind.CONVOLUTION_BACKWARD: Share(compute=0.82, memory=0.57, half=0.57),
             OpKind.WINOGRAD: Share(compute=1.97, memory=0.70),
             OpKind.WINOGRAD_BACKWARD: Share(compute=1.55, memory=0.70),
-            OpKind.STRIDED: Share(compute=0.87, memory=0.70, half=0.58),
+            OpKind.STRIDED: Share(compute=0.87, memory=0.70, half=0.57),
             OpKind.STRIDED_BACKWARD: Share(compute=0.58, memory=0.70),
             OpKind.DEPTHWISE: Share(compute=0.10, memory=0.50),
             OpKind.DEPTHWISE_BACKWARD: Share(compute=0.05, memory=0.30),
@@ -60,8 +60,8 @@ PUBLISHED: Final = Efficiency(
         }
     ),
     columns=23.0, inner=19.0, waves=0.60, winograd_columns=23.0, winograd_inner=20.0, channels=17.0,
-    step_spread=(0.70, 1.43), extra_spread=(0.29, 3.43),
-    source="single ops of DTR's logs on a Titan V, plain steps of PAPAYA's five models on a V100",
+    step_spread=(0.77, 1.30), extra_spread=(0.33, 3.04),
+    source="single ops of DTR's logs on a Titan V, plain steps of PAPAYA's models on a V100",
 )  # fmt: skip
 """Of GPUs in general, as `python -m papers costs_ops costs_plain` finds it. Assumed, because nobody measured them:
 attention, depthwise convolutions, indices, lists of an optimizer, exponentials, and what norms and the like compute."""

@@ -11,8 +11,8 @@ NOTE [When]. A gap [start, end) begins as op `start - 1` ends, and what comes ba
  4. Where copies begin at ops instead (`begin="at op"`), the copy out begins right after the last use before the gap,
     and the copy in before op `end`: from there on its bytes count. The first op that uses them waits for them; if that
     is op `end` itself, nobody else copies them.
- 5. A recipe that the controller refuses becomes a move, and so does one of a value that dies or is written over
-    without coming back, whose recipe nobody has verified: the same bytes leave.
+ 5. A recipe that the controller refuses becomes a move, and so does one that names no ops, of a value that dies or is
+    written over without coming back: the same bytes leave.
 
 When the step creates other storages than the recorded one, the plan is not about it: nothing more is proposed in that
 step but the stalest storage, when room is short.
@@ -183,7 +183,7 @@ class Planned(AbstractPolicy):
             storage = self._storage(gap)
             if storage is None or storage.number in away:
                 continue
-            if isinstance(gap.home, Recompute) and gap in self._gaps.coming_back:
+            if isinstance(gap.home, Recompute) and (gap in self._gaps.coming_back or gap.home.ops):
                 granted = yield Drop(storage, frozenset(gap.home.ops), gap.end)
                 if granted:
                     continue

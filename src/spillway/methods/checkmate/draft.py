@@ -64,7 +64,8 @@ class Draft:
         step: Its ops have seconds.
         lives: Of its values.
         allowed: The budget in bytes.
-        move_seconds: What a byte costs that leaves without coming back: engines move those.
+        move_seconds: What a byte costs that leaves without coming back, where its way back is not there until it dies:
+            engines move those.
     """
 
     def __init__(self, step: Step, lives: Sequence[Life], allowed: Bytes, move_seconds: Seconds = 0.0) -> None:
@@ -88,6 +89,8 @@ class Draft:
         self._nbytes = np.array([one.nbytes for one in self.idle], dtype=np.int64)
         self._until = self._starts.copy()
         self._own = np.array([self._seconds_of(one) for one in self.idle])
+        self._dying = [() if one.back else self._way_until_death(one) for one in self.idle]
+        """Of what never comes back: ops of a recipe that holds nothing longer than it lives; empty if there is none."""
         self._ending: dict[int, set[IdleId]] = defaultdict(set)
         self._replays: dict[int, _Replays] = {}
         self._moments_of: dict[ValueId, set[int]] = defaultdict(set)
@@ -96,6 +99,10 @@ class Draft:
 
     def _seconds_of(self, one: Idle) -> Seconds:
         return self.step.ops[self.lives[one.value].created].seconds or 0.0
+
+    def _way_until_death(self, one: Idle) -> tuple[int, ...]:
+        found = self._way_back(one.value, one.start, one.end)
+        return found[0] if found is not None and not found[1] else ()
 
     # ------------------------------------------------------------------ what it comes to
 
@@ -113,7 +120,7 @@ class Draft:
         for number, end in self.ends.items():
             one = self.idle[number]
             if not self._comes_back(number, end):
-                found.append(Gap(value=one.value, start=one.start, end=end, home=Recompute(ops=())))
+                found.append(Gap(value=one.value, start=one.start, end=end, home=Recompute(ops=self._dying[number])))
         return tuple(sorted(found, key=lambda gap: (gap.start, gap.value)))
 
     def _comes_back(self, number: IdleId, end: int) -> bool:
@@ -165,7 +172,7 @@ class Draft:
             self._before[one.start : until if back else min(until + 1, self.lives[one.value].dies)] += sign * one.nbytes
             if back:
                 (self._ending[until].add if sign < 0 else self._ending[until].discard)(number)
-            else:
+            elif not self._dying[number]:
                 self.seconds -= sign * one.nbytes * self._move
         self._until[number] = one.start if end is None else end
         if end is not None:
@@ -280,12 +287,16 @@ class Draft:
                     self.change(number, self.idle[number].end)
 
     def follow(self, gaps: Iterable[Gap | Absence]) -> None:
-        """Have gone what these gaps have, of another plan or as a policy left them."""
+        """Have gone what these gaps have, of another plan or as a policy left them.
+
+        What a policy leaves to die may be absent for longer than it lives, or be given up as it dies.
+        """
         for gap in sorted(gaps, key=lambda gap: (gap.start, gap.value)):
             for number in self.of_value.get(gap.value, ()):
                 one = self.idle[number]
-                if one.start <= gap.start < gap.end <= one.end and number not in self.ends:
-                    self.change(number, gap.end)
+                end = min(gap.end, one.end) if one.back else one.end
+                if one.start <= gap.start < one.end and gap.start < end and number not in self.ends:
+                    self.change(number, end)
 
     def share(self) -> None:
         """What a replay makes in passing stays from then on, where there is room and it saves time."""
@@ -326,7 +337,8 @@ class Draft:
         found = np.flatnonzero((self._starts <= op) & (op < self._natural) & (self._until <= op))
         back = np.array([self.idle[number].back for number in found], dtype=bool)
         over = float(self._levels()[op] - self.allowed)
-        cost = np.where(back, [self._looks(int(number)) for number in found], self._nbytes[found] * self._move)
+        moved = np.array([not self._dying[number] for number in found], dtype=bool)
+        cost = np.where(back, [self._looks(int(number)) for number in found], self._nbytes[found] * self._move * moved)
         order = np.argsort(cost / np.minimum(self._nbytes[found], over), kind="stable")
         return [int(found[place]) for place in order if found[place] != without][:SHORTLIST]
 
