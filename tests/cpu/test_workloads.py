@@ -361,8 +361,8 @@ def test_an_unknown_name_lists_the_names() -> None:
 
 def test_an_unknown_option_of_a_known_workload_is_named() -> None:
     assert refusal("stdlib-lm", wdth=8) == (
-        "The workload stdlib-lm takes no wdth, which it was given; it takes seed, width, layers, heads, batch, longest, "
-        "grouped, dropout."
+        "The workload stdlib-lm takes no wdth, which it was given; it takes seed, width, layers, heads, batch, "
+        "longest, grouped, dropout."
     )
 
 
