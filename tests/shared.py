@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -30,12 +31,12 @@ def shared(path: str) -> Path:
 def without_page(said: str) -> list[str]:
     """The lines of standard error, without the last if that only names where the documents speak of an error."""
     *lines, last = said.splitlines() or [""]
-    return lines if lines and last.startswith("spillway: what to do: docs/errors.md#") else [*lines, last]
+    return lines if lines and re.match(r"spillway: what to do: \S+errors\.md#", last) else [*lines, last]
 
 
 def notes_of(error: BaseException) -> list[str]:
     """Notes of an error, without the one that only names where the documents speak of it."""
-    return [note for note in getattr(error, "__notes__", ()) if not note.startswith("What to do: docs/errors.md#")]
+    return [note for note in getattr(error, "__notes__", ()) if not re.match(r"What to do: \S+errors\.md#", note)]
 
 
 def some_of(cases: Iterable[Any], share: float) -> list[Any]:

@@ -47,7 +47,7 @@ def on_one_line(text: str) -> str:
 
 class SpillwayError(Exception):
     """Base of every error of this package. Its text is one sentence, ready to be shown to a user. Each class below has
-    a place in the documents; where that is stands as a note under the sentence in tracebacks."""
+    a place in `errors.md` beside this module; where that is stands as a note under the sentence in tracebacks."""
 
     rank: int | None = None
     """The process of a group that has stopped all of them with it; None of what concerns one process."""
@@ -61,12 +61,12 @@ class SpillwayError(Exception):
 
     @property
     def page(self) -> str | None:
-        """Where the documents say what to do: an address, or a place in the repository as long as the site has none.
-        None of the two bases themselves, whose sentence says all there is."""
+        """Where it is said what to do: an address or, as long as the site has none, a heading of a file that is
+        installed with this module. None of the two bases themselves, whose sentence says all there is."""
         kind = next(one for one in type(self).__mro__ if one.__module__ == __name__)  # of a user's own class, its base
         if kind in (SpillwayError, UsageError):
             return None
-        return (f"{SITE}errors/" if SITE else "docs/errors.md") + f"#{kind.__name__.lower()}"
+        return (f"{SITE}errors/" if SITE else f"{Path(__file__).with_suffix('.md')}") + f"#{kind.__name__.lower()}"
 
     def __reduce__(self) -> tuple[object, ...]:
         # The default calls the class with `args` alone, which loses keyword-only arguments between processes.

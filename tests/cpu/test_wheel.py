@@ -65,7 +65,12 @@ def test_it_has_every_file_of_the_package_and_none_besides(wheel: zipfile.ZipFil
     files = {path.relative_to(ROOT / "src").as_posix() for path in package.rglob("*") if path.is_file()}
     there = {name for name in wheel.namelist() if ".dist-info/" not in name}
     assert there == {name for name in files if not name.endswith(".pyc")}
-    assert {"spillway/py.typed", "spillway/native/hook.cpp", "spillway/report/page.html.jinja"} <= there
+    assert {
+        "spillway/py.typed",
+        "spillway/errors.md",
+        "spillway/native/hook.cpp",
+        "spillway/report/page.html.jinja",
+    } <= there
 
 
 def test_it_trains_and_reports_from_where_it_is_installed(wheel: zipfile.ZipFile, tmp_path: Path) -> None:

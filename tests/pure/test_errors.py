@@ -66,6 +66,8 @@ def test_an_error_is_told_on_one_line_and_ends_as_a_sentence_does(error: Spillwa
     assert str(error).endswith(".")
 
 
+PAGE = Path(errors.__file__).with_name("errors.md")
+"""Installed with the package: who has the wheel alone can read it."""
 KINDS = [one for one in vars(errors).values() if inspect.isclass(one) and issubclass(one, SpillwayError)]
 
 
@@ -73,8 +75,8 @@ KINDS = [one for one in vars(errors).values() if inspect.isclass(one) and issubc
 def test_an_error_says_in_a_note_where_the_documents_say_what_to_do(
     kind: type[SpillwayError], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    page, _, anchor = (kind.__new__(kind).page or "docs/errors.md#").partition("#")
-    headings = re.findall(r"^## (\w+)$", (Path(__file__).parents[2] / page).read_text("utf-8"), re.MULTILINE)
+    page, _, anchor = (kind.__new__(kind).page or f"{PAGE}#").partition("#")
+    headings = re.findall(r"^## (\w+)$", Path(page).read_text("utf-8"), re.MULTILINE)
     assert anchor in [heading.lower() for heading in headings] or kind in (SpillwayError, UsageError)
     assert getattr(kind.__new__(kind), "__notes__", []) == [f"What to do: {page}#{anchor}"] * bool(anchor)
     monkeypatch.setattr(errors, "SITE", "https://docs.example/")
@@ -85,13 +87,13 @@ def test_an_error_of_a_users_own_names_the_page_of_its_base() -> None:
     class Mine(BudgetError):
         pass
 
-    assert Mine("It is too small.").page == "docs/errors.md#budgeterror"
+    assert Mine("It is too small.").page == f"{PAGE}#budgeterror"
     assert not hasattr(type("Mine", (SpillwayError,), {})("It is too small."), "__notes__")
 
 
 def test_a_traceback_shows_the_sentence_and_below_it_the_page() -> None:
     assert "".join(traceback.format_exception(BudgetError("It is too small."))).splitlines() == [
-        "spillway.errors.BudgetError: It is too small.", "What to do: docs/errors.md#budgeterror",
+        "spillway.errors.BudgetError: It is too small.", f"What to do: {PAGE}#budgeterror",
     ]  # fmt: skip
 
 
@@ -101,7 +103,7 @@ def test_an_error_that_is_told_as_another_or_as_itself_passes_its_notes_on_once(
     pass_notes(first, second)
     pass_notes(first, second)
     pass_notes(first, first)
-    assert second.__notes__ == first.__notes__ == ["What to do: docs/errors.md#budgeterror", "in step 3"]
+    assert second.__notes__ == first.__notes__ == [f"What to do: {PAGE}#budgeterror", "in step 3"]
 
 
 def test_an_infeasible_budget_is_told_with_the_op_and_every_number() -> None:
@@ -138,7 +140,7 @@ def test_a_broken_invariant_asks_for_a_report() -> None:
 def test_the_command_line_names_the_page_below_the_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "foreign.jsonl").write_text("step,loss\n")
     for file, below in (
-        ("foreign.jsonl", ["spillway: what to do: docs/errors.md#fileformaterror"]),
+        ("foreign.jsonl", [f"spillway: what to do: {PAGE}#fileformaterror"]),
         ("none.jsonl", []),
     ):
         with pytest.raises(SystemExit) as ended:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import sys
 import sysconfig
 import traceback
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType, ModuleType
@@ -84,6 +85,7 @@ def _loaded(path: Path) -> ModuleType:
 
 
 def _built(build: Callable[..., object], name: str, seed: int, options: Mapping[str, object]) -> Workload:
+    _check_takes(build, name, ["seed", *options])
     try:
         workload = build(seed=seed, **options)
     except WorkloadError:
@@ -94,6 +96,19 @@ def _built(build: Callable[..., object], name: str, seed: int, options: Mapping[
     if not isinstance(workload, Workload):
         raise WorkloadError(f"{name} returned {_a(workload)} where a spillway.workloads.Workload was expected.")
     return workload
+
+
+def _check_takes(build: Callable[..., object], name: str, given: Sequence[str]) -> None:
+    try:
+        takes = inspect.signature(build).parameters
+    except (TypeError, ValueError):  # of some callables nobody knows
+        return
+    missing = [one for one in given if one not in takes]
+    if missing and not any(one.kind is one.VAR_KEYWORD for one in takes.values()):
+        raise WorkloadError(
+            f"The workload {name} takes no {' and no '.join(missing)}, which it was given; it takes "
+            f"{', '.join(takes) or 'nothing'}."
+        )
 
 
 @contextmanager
