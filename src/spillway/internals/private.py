@@ -44,6 +44,12 @@ is_wrapper: Final = cast("Callable[[torch.Tensor], bool]", is_traceable_wrapper_
 """Whether a tensor is a subclass that wraps others: it has a storage with a size and no memory."""
 
 
+def convolves_by(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *how: Any) -> str:
+    """The name of the implementation that torch chooses for a convolution, by the arguments of `aten::convolution`."""
+    chosen: Any = cast(Any, torch._C)._select_conv_backend(x, weight, bias, *how, bias_sizes=None)
+    return str(chosen.name)
+
+
 def function_modes() -> list[Any]:
     """Those of this thread, the outermost first, whether they hear what runs now or not."""
     return [*_hidden.modes, *_function_mode_stack()]

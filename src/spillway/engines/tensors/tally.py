@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from spillway.engines.tensors.collectives import NAMESPACES
+from spillway.engines.tensors.convolutions import within_convolution, within_convolution_backward
 from spillway.engines.tensors.lists import part_of
 from spillway.engines.tensors.ops import arguments_per_element
 from spillway.engines.tensors.sizes import FORMULAS, pages, rnn_row
@@ -57,32 +58,6 @@ def _of_rnn_layer_backward(args: Sequence[Any], out: Any) -> Bytes:
     return int(_of_rnn_layer(args, out, 15) + copied + turned)
 
 
-def _of_convolution(args: Sequence[Any], out: torch.Tensor) -> Bytes:
-    """Of oneDNN's: weights in blocks, and beside them the input or the result in blocks of 16 channels."""
-    x, weight = args[:2]
-    if _in_order(x, weight, args[3]):
-        return 0
-    return max(_blocked(x) if x.shape[1] >= 16 else 0, _blocked(out)) + int(weight.nbytes)
-
-
-def _of_convolution_backward(args: Sequence[Any], out: Any) -> Bytes:
-    """The gradient and the input in blocks, where the input has a gradient; or the weights."""
-    gradient, x, weight = args[:3]
-    if _in_order(x, weight, args[4]):
-        return 0
-    return max(_blocked(gradient) + (_blocked(x) if args[10][0] else 0), int(weight.nbytes))
-
-
-def _in_order(x: torch.Tensor, weight: torch.Tensor, stride: Sequence[int]) -> bool:
-    """Whether a convolution takes its operands as they lie: no oneDNN, a product of matrices, or channels last."""
-    product = set(weight.shape[2:]) == {1} and set(stride) == {1}
-    return x.device.type != "cpu" or x.dtype != torch.float32 or product or not x.is_contiguous()
-
-
-def _blocked(x: torch.Tensor) -> Bytes:
-    return int(x.nbytes) // int(x.shape[1]) * (-(-int(x.shape[1]) // 16) * 16) if x.numel() else 0
-
-
 def _of_attention(args: Sequence[Any], out: Any) -> Bytes:
     """Of a flash attention on the CPU, in every thread: one block of queries times keys, its maxima and sums, and of
     the result; products in a shorter type beside them. To the byte."""
@@ -115,8 +90,8 @@ _WITHIN: Final[Mapping[str, Callable[[Sequence[Any], Any], Bytes]]] = MappingPro
     {
         "aten::_scaled_dot_product_flash_attention_for_cpu": _of_attention,
         "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _of_attention_backward,
-        "aten::convolution": _of_convolution,
-        "aten::convolution_backward": _of_convolution_backward,
+        "aten::convolution": within_convolution,
+        "aten::convolution_backward": within_convolution_backward,
         "aten::native_batch_norm": _of_batch_norm,
         "aten::native_batch_norm_backward": _of_batch_norm_backward,
         "aten::mkldnn_rnn_layer": _of_rnn_layer,
