@@ -125,7 +125,8 @@ class _Convolution:
 @cache
 def _cache() -> Bytes:
     """Of the second level, of one core."""
-    return int(getattr(torch.cpu, "get_capabilities", dict)().get("l2_cache_size", 1 << 20))
+    capabilities: Any = getattr(torch.cpu, "get_capabilities", dict)()  # which older ones do not have
+    return int(capabilities.get("l2_cache_size", 1 << 20))
 
 
 def _up(number: int, block: int) -> int:
