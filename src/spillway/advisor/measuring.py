@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -148,8 +149,7 @@ def _built(request: dict[str, Any], size: int) -> Workload:
         workload = get(name, seed=request["seed"], batch=size, **options)
         return workload if request.get("device") is None else moved(workload, request["device"])
     except WorkloadError as error:
-        cause = str(error.__cause__) if isinstance(error.__cause__, TypeError) else ""
-        told = [one for one in ("batch", *options) if f"unexpected keyword argument '{one}'" in cause]
+        told = [one for one in ("batch", *options) if re.search(rf" no {one}(, which| and no )", str(error))]
         if not told:
             raise
         offered, why = "function(seed=0, *, batch=8)", "it is trained at several batch sizes"
