@@ -6,12 +6,12 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
-import torch
 
 import spillway
 from spillway.errors import BudgetInfeasible
 from spillway.methods import AbstractPlanner, Planned, Window
 from spillway.methods.planned import SelfPlanned
+from spillway.workloads import seed_everything
 from tests.cpu.families import FAMILIES, State, difference, state_of
 from tests.cpu.late_device import LateStreams, late_session
 from tests.cpu.test_planned_sessions import SETTINGS as MODELS
@@ -28,7 +28,7 @@ class Trained(NamedTuple):
 
 def trained(name: str, planner: AbstractPlanner, budget: int, **options: Any) -> Trained:
     """As in `test_planned_sessions`, with pinned host memory in place of the disk."""
-    torch.manual_seed(0)
+    seed_everything(0)
     setting = MODELS[name]()
     streams = LateStreams(**options.pop("streams", {}))
     losses, made = [], []

@@ -26,6 +26,7 @@ from spillway.methods import AbstractPlanner, Planned, Problem, Window
 from spillway.recording.steps import record_step
 from spillway.session.planned_steps import MOST_RECORDINGS
 from spillway.session.tensor_session import TensorSession
+from spillway.workloads import seed_everything
 from tests.cpu.families import FAMILIES, State, difference, state_of
 
 STEPS = 9
@@ -87,7 +88,7 @@ def train(setting: Setting, x: Tensor) -> float:
 
 def trained(name: str, method: str | AbstractPlanner = "lru", budget: int | None = None) -> Trained:
     """A session's steps; each is given its batch."""
-    torch.manual_seed(0)
+    seed_everything(0)
     setting = SETTINGS[name]()
     losses, planned = [], []
     with warnings.catch_warnings(record=True) as caught:
@@ -120,7 +121,7 @@ def planned_bytes(planned: Planned) -> tuple[int, int]:
 
 @cache
 def plain(name: str) -> tuple[State, list[float], int]:
-    torch.manual_seed(0)
+    seed_everything(0)
     setting = SETTINGS[name]()
     losses = [train(setting, x) for x in setting.batches]
     state = state_of(setting.model, setting.optimizer)
@@ -194,7 +195,7 @@ class Shown(AbstractPlanner):
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_step_is_recorded_within_a_session_as_outside_of_one(name: str) -> None:
-    torch.manual_seed(0)
+    seed_everything(0)
     setting = SETTINGS[name]()
     x = setting.batches[0]
     outside = record_step(lambda: train(setting, x), models=setting.model, optimizers=setting.optimizer, batch=x)
@@ -222,7 +223,7 @@ def session(
     name: str, method: str | AbstractPlanner = "window", share: float = 0.5
 ) -> tuple[Setting, spillway.Session]:
     budget = int(plain(name)[2] * share)
-    torch.manual_seed(0)
+    seed_everything(0)
     setting = SETTINGS[name]()
     return setting, spillway.manage(setting.model, setting.optimizer, budget=budget, method=method)
 
@@ -237,7 +238,7 @@ def run(
 
 
 def plainly(name: str, batches: Sequence[Any], step: Callable[[Setting, Any], object]) -> State:
-    torch.manual_seed(0)
+    seed_everything(0)
     setting = SETTINGS[name]()
     for batch in batches:
         step(setting, batch)
@@ -464,7 +465,7 @@ def test_what_nobody_may_move_is_set_aside_before_a_step_is_planned(numpy: bool)
 
 def test_a_session_that_keeps_timelines_follows_its_plans_too(tmp_path: Path) -> None:
     budget = plain("encoder")[2] // 2
-    torch.manual_seed(0)
+    seed_everything(0)
     setting = encoder()
     with spillway.manage(
         setting.model, setting.optimizer, budget=budget, method="window", report=spillway.ReportOptions(timeline=True)
