@@ -27,6 +27,8 @@ from spillway.workloads import seed_everything
 PLAIN: Final = "plain"
 BUCKETS: Final = "auto"
 ANEW: Final = "auto, a plan for every length"
+SHORTEST: Final = 100
+"""Tokens. 200 lengths from here on are in 56 buckets of 2 %; fewer tokens have one of their own each."""
 PLANS: Final = 60
 PLANNING: Final = 0.001
 """Of the time, what planning takes at most."""
@@ -42,7 +44,7 @@ class Size:
 
     steps: int
     lengths: int
-    """How many there are, evenly drawn."""
+    """How many there are, from `SHORTEST` on, evenly drawn."""
     settled: int
     """Steps after which a process does not grow any more."""
     share: float
@@ -94,8 +96,7 @@ NOTES: Final = (
 def _drawn(size: Size) -> list[int]:
     """The length of every step."""
     drawn = random.Random(0)
-    lengths = [16 + round(240 * number / size.lengths) for number in range(1, size.lengths + 1)]
-    return [drawn.choice(lengths) for _ in range(size.steps)]
+    return [SHORTEST + drawn.randrange(size.lengths) for _ in range(size.steps)]
 
 
 def _step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, length: int, batch: int, step: Any = None) -> str:

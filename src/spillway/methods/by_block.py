@@ -70,6 +70,8 @@ class StepSample:
     """Most bytes at all other moments, if that was looked at."""
     projected: Bytes = 0
     """What its plan expected at most; 0 where it had none."""
+    available: Bytes = 0
+    """What its plan was made for; 0 where it had none."""
     out_rate: float = 0.0
     """Bytes a second at which copies went out while blocks ran; 0 where nothing was copied."""
     in_rate: float = 0.0

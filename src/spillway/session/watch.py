@@ -807,6 +807,7 @@ class _Measured:
             turn_peak=self._most(turn, back),
             backward_peak=max(self._most(0, turn), self._most(back, len(self._marks))),
             projected=one.decision.plan.projected,
+            available=one.decision.plan.available,
             out_rate=self._rates[0],
             in_rate=self._rates[1],
         )

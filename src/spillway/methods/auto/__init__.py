@@ -60,9 +60,10 @@ CUSHION: Final = 0.001
 FORGETS: Final = 0.99
 """How much of a miss of a plan is left after every step that is as planned."""
 SPARE: Final = 0.005
-"""A plan is made again when so much more of the budget is available than it was made for."""
-POLISHED: Final = 1
-"""After so many uses a plan is improved; to try more than that takes too long within a step."""
+"""A plan is made again when what is available is so much more or less than what it was made for."""
+POLISHED: Final = 8
+"""After so many uses a plan is made with more effort, and made again where copies are faster or slower than it took
+them to be: what planning takes is little beside so many steps."""
 PLANS: Final = 4096
 """That are remembered; beyond, all are forgotten."""
 
@@ -95,7 +96,11 @@ class Auto(AbstractBlockMethod):
         self._largest: dict[InputSize, InputSize] = {}
         """Of each bucket, the largest numbers that were seen in it."""
         self._over = 0.0
-        """By which share of it steps took more than their plans said, lately."""
+        """By which share of it steps took more than their plans said, lately, where nothing was moved or no room was
+        left: plans are made for less by as much."""
+        self._late = 0.0
+        """The same where copies went on for longer than planned and there was room for that: no plan is the worse for
+        it, and less is promised."""
         self._latest: _Remembered | None = None
 
     def in_header(self) -> dict[str, object]:
@@ -110,6 +115,11 @@ class Auto(AbstractBlockMethod):
     def moves(self) -> bool:
         """Whether anything may wait outside of the device's memory."""
         return self._moves
+
+    @property
+    def rates(self) -> tuple[float, float]:
+        """Bytes a second of copies out and in, as plans have them now; 0 before anything was copied."""
+        return self._menus.rates
 
     @property
     def collecting(self) -> bool:
@@ -182,12 +192,13 @@ class Auto(AbstractBlockMethod):
                 self._plans.clear()
                 self._largest = {bucket: largest}
             known = self._plans[bucket] = self._planned(largest, available, Effort.FIRST)
-        elif known.uses == POLISHED and known.plan.given_up and known.plan.holds:
+        elif known.uses >= POLISHED and known.plan.given_up and known.plan.holds and not known.polished_at(self.rates):
             known = self._plans[bucket] = self._planned(largest, available, Effort.POLISH)
-            known.uses = POLISHED
         known.uses += 1
         self._latest = known
-        return known.plan
+        if not self._late or not any(action.moves for action in known.plan.actions):
+            return known.plan
+        return replace(known.plan, projected=min(ceil(known.plan.projected * (1 + self._late)), available))
 
     def _bucket(self, size: InputSize) -> InputSize:
         if self._options.batched:
@@ -216,7 +227,7 @@ class Auto(AbstractBlockMethod):
             comes_in=found.outcome.comes_in[: len(blocks)],
             step_seconds=found.outcome.seconds + problem.rest,
         )
-        return _Remembered(made, problem, found)
+        return _Remembered(made, problem, found, effort)
 
     def end(self, step: StepSample, blocks: Sequence[BlockSample] = ()) -> None:
         """Bytes are learned where blocks were kept or recomputed and nothing else, seconds and shares everywhere."""
@@ -227,10 +238,15 @@ class Auto(AbstractBlockMethod):
             self._measured.add(step.size)
         forecast = self._bytes.forecast(step.size) if self._bytes.ready else None
         changed |= self._menus.take(step, blocks, forecast)
-        if step.peak > step.projected > 0 and not collecting:
-            self._over, changed = (1 + self._over) * step.peak / step.projected - 1 + CUSHION, True
-        else:
+        if step.projected <= 0 or collecting:
+            pass
+        elif step.peak <= step.projected:
             self._over *= FORGETS
+            self._late *= FORGETS
+        elif any(sample.action.moves for sample in blocks) and step.peak <= step.available:
+            self._late = (1 + self._late) * step.peak / step.projected - 1 + CUSHION
+        else:
+            self._over, changed = (1 + self._over) * step.peak / step.projected - 1 + CUSHION, True
         if changed:
             self._plans.clear()
         self._steps += collecting
@@ -271,8 +287,13 @@ class _Remembered:
     plan: BlockPlan
     problem: BlockProblem
     planned: Planned
+    effort: Effort
     uses: int = 0
     """How many steps it was used in."""
+
+    def polished_at(self, rates: tuple[float, float]) -> bool:
+        """Whether more effort was made, and copies were taken to be as fast as that."""
+        return self.effort is Effort.POLISH and (self.problem.out_rate, self.problem.in_rate) == rates
 
 
 def _edge(number: int) -> int:

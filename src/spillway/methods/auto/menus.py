@@ -27,8 +27,10 @@ leave."""
 
 OFF: Final = 0.15
 """A rate is another one when it has changed by more than this share."""
-LATELY: Final = 8
-"""Steps by which rates are known."""
+LATELY: Final = (8, 256)
+"""Steps by which a rate is known: at first, and at most. Small copies are slower than large ones, so that the rates of
+steps differ with their sizes; each time that a rate became another one, twice as many steps have to agree on the next,
+and all plans need not be made again for the sizes that were met lately."""
 ALIKE: Final = 0.002
 """Of what is available, by which the needs of blocks may differ that count as one kind: all as the most of them."""
 WORTH: Final = 0.95
@@ -60,15 +62,20 @@ class _Rate:
     def __init__(self) -> None:
         self.known = 0.0
         """0 before anything was copied."""
-        self._lately: deque[float] = deque(maxlen=LATELY)
+        self._lately: deque[float] = deque(maxlen=LATELY[0])
 
     def take(self, rate: float) -> None:
         """Of one step; 0 where nothing was copied."""
-        if rate > 0:
-            self._lately.append(rate)
-            now = median(self._lately)
-            if abs(now - self.known) > OFF * self.known:
-                self.known = now
+        if rate <= 0:
+            return
+        self._lately.append(rate)
+        steps = self._lately.maxlen
+        now = median(self._lately)
+        if not self.known:
+            self.known = now
+        elif len(self._lately) == steps and abs(now - self.known) > OFF * self.known:
+            self.known = now
+            self._lately = deque(maxlen=min(2 * steps, LATELY[1]))
 
 
 @final
@@ -93,14 +100,14 @@ class Menus:
         self._rest = _Shares()
 
     def take(self, step: StepSample, blocks: Sequence[BlockSample], forecast: Forecast | None) -> bool:
-        """Take what a step measured; returns whether menus may be others now.
+        """Take what a step measured; returns whether menus may have other options now.
 
         Args:
             step: The whole step.
             blocks: Of it.
             forecast: What was known of its size, its own sample included.
         """
-        before = self._out.known, self._in.known, len(self._kept)
+        before = self._options
         moved = any(sample.action.moves for sample in blocks)
         plain = sum(sample.seconds + sample.backward for sample in blocks)
         if min(plain, step.seconds) > 0 and not moved and all(sample.backward for sample in blocks if sample.nbytes):
@@ -122,11 +129,20 @@ class Menus:
                 self._extra.take(sample.block, max(sample.beside - expected, 0) / sample.kept)
         self._out.take(step.out_rate)
         self._in.take(step.in_rate)
-        return before != (self._out.known, self._in.known, len(self._kept))
+        return before != self._options
+
+    @property
+    def rates(self) -> tuple[float, float]:
+        """Bytes a second of copies out and in, as problems have them; 0 before anything was copied."""
+        return self._out.known, self._in.known
+
+    @property
+    def _options(self) -> tuple[bool, int]:
+        return min(self.rates) > 0, len(self._kept)
 
     def knows(self, action: Action) -> bool:
         """Whether anything was learned where blocks did this."""
-        return bool(self._kept) if action.selects else self._out.known > 0 < self._in.known
+        return bool(self._kept) if action.selects else min(self.rates) > 0
 
     def leaves(self, call: int, plan: BlockPlan) -> bool:
         """Whether a call's input is not held by anybody else under a plan."""
@@ -175,7 +191,8 @@ class Menus:
         for call, like in enumerate(likes):
             alike.setdefault(like, []).append(call)
         costs = {like: self._costs(like, members, forecast) for like, members in alike.items()}
-        moves = moves and self._out.known > 0 and self._in.known > 0
+        out_rate, in_rate = self.rates
+        moves = moves and min(out_rate, in_rate) > 0
         needs, before = [], 0
         for call in calls:
             needs.append(max(forecast.rest + forecast.working[call] + forecast.saved[call] - before, 0))
@@ -197,9 +214,7 @@ class Menus:
         head = Option(action=Action.KEEP, resident=0, forward_peak=turn, backward_peak=turn)
         blocks.append(Block(kind=-1, forward=0.0, backward=0.0, gradients=0, options=(head,)))
         rest = self._rest.of((0,), 0.0) * sum(block.forward + block.backward for block in blocks)
-        return BlockProblem(
-            blocks=blocks, available=available, out_rate=self._out.known, in_rate=self._in.known, rest=rest
-        )
+        return BlockProblem(blocks=blocks, available=available, out_rate=out_rate, in_rate=in_rate, rest=rest)
 
     def _at(self, estimates: dict[int, Estimate], call: int, size: InputSize) -> Bytes:
         return estimates[call].at(size) if call in estimates and estimates[call].measured else 0

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import inf
+from itertools import product
+from math import inf, prod
 from random import Random
 from typing import Final, TypeAlias
 
@@ -12,7 +13,8 @@ from spillway.units import Bytes, Seconds
 
 DRAWN: Final = 10
 """Moves that are drawn for each that is simulated; most are seen to gain nothing, or not to fit, without that."""
-
+FEW: Final = 300
+"""Where there are no more choices than these, or than moves to simulate, all are tried instead of moves."""
 
 Timed: TypeAlias = tuple[Seconds, list[int]]
 """A choice that fits, after what it takes."""
@@ -20,7 +22,8 @@ Timing: TypeAlias = Callable[[Sequence[Row], Seconds], Seconds]
 
 
 def improve(clock: Clock, begin: Timed, simulated: int, seed: int = 1, timed: Timing | None = None) -> Timed:
-    """Try so many moves: another option for a block, or for two or three, or those of two exchanged.
+    """Try so many moves: another option for a block, or for two or three, or those of two exchanged. Where there are
+    but few choices, all of them.
 
     Args:
         clock: Of the problem.
@@ -34,6 +37,8 @@ def improve(clock: Clock, begin: Timed, simulated: int, seed: int = 1, timed: Ti
     free = [number for number, options in enumerate(rows) if len(options) > 1]
     if not free:
         return begin
+    if prod(map(len, rows)) <= max(simulated, FEW):
+        return _best_of_all(clock, begin, timed)
     count = len(free)
     current, taken = list(choice), clock.picked(choice)
     after = _room_after(clock, taken)
@@ -81,6 +86,17 @@ def improve(clock: Clock, begin: Timed, simulated: int, seed: int = 1, timed: Ti
             for (number, _), row in zip(move, before, strict=True):
                 taken[number] = row
     return seconds, current
+
+
+def _best_of_all(clock: Clock, begin: Timed, timed: Timing) -> Timed:
+    seconds, best = begin
+    for choice in product(*(range(len(options)) for options in clock.rows)):
+        taken = clock.picked(choice)
+        if sum([row[8] for row in taken]) < seconds:
+            found = timed(taken, seconds)
+            if found < seconds:
+                seconds, best = found, list(choice)
+    return seconds, best
 
 
 def _room_after(clock: Clock, taken: Sequence[Row]) -> list[float]:

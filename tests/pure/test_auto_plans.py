@@ -1,0 +1,110 @@
+"""Which plans `auto` remembers, and what makes it plan again: a training of which every figure is known."""
+
+from __future__ import annotations
+
+from random import Random
+from unittest.mock import patch
+
+from spillway.methods.actions import Action
+from spillway.methods.auto import POLISHED, Auto
+from spillway.methods.auto.choosing import Planned
+from spillway.methods.auto.choosing import plan as planned
+from spillway.methods.auto.menus import LATELY
+from spillway.methods.by_block import BlockPlan, BlockSample, StepSample
+
+CALLS = range(4)
+AVAILABLE = 40_000
+
+
+class Training:
+    """Four blocks that save a hundred bytes a token, and hand on two."""
+
+    def __init__(self) -> None:
+        self.method = Auto()
+        self.made = 0
+
+    def step(self, tokens: int, rate: float = 1e6, above: float = 0.0, available: int = AVAILABLE) -> BlockPlan:
+        """Of so many tokens, whose copies are so fast, and which takes so much more than its plan says, as a share."""
+        size = (tokens,)
+        with patch("spillway.methods.auto.plan", self._planned):
+            did = self.method.begin(size, available).plan
+        actions = did.actions or tuple(did.otherwise for _ in CALLS)
+        moves = any(action.moves for action in actions)
+        peak = sum(100 * tokens for action in actions if action is Action.KEEP) + 210 * tokens
+        self.method.end(
+            StepSample(
+                size=size, recomputed=frozenset(call for call in CALLS if actions[call].recomputes),
+                peak=max(int(did.projected * (1 + above)), 1) if above else min(peak, did.projected or peak),
+                projected=did.projected, available=did.available, out_rate=rate * moves, in_rate=rate * moves,
+            ),
+            [
+                BlockSample(
+                    block=call, size=size, nbytes=100 * tokens, seconds=1e-4 * tokens, backward=2e-4 * tokens,
+                    again=1e-4 * tokens * actions[call].recomputes, action=actions[call], leaving=98 * tokens,
+                    inputs=2 * tokens, kept=60 * tokens * actions[call].selects,
+                )
+                for call in CALLS
+            ],
+        )  # fmt: skip
+        return did
+
+    def _planned(self, *args: object, **options: object) -> Planned:
+        self.made += 1
+        return planned(*args, **options)  # type: ignore[arg-type]
+
+
+def learned(tokens: int = 100) -> Training:
+    training = Training()
+    for _ in range(12):
+        training.step(tokens)
+    assert training.method.rates == (1e6, 1e6)
+    return training
+
+
+def test_a_size_is_planned_once_and_once_more_when_it_has_been_met_often() -> None:
+    training = learned()
+    training.made = 0
+    for _ in range(3 * POLISHED):
+        training.step(110)
+    assert training.made == 2
+
+
+def test_rates_that_differ_from_step_to_step_are_no_reason_to_plan_again() -> None:
+    training, draw = learned(), Random(0)
+    for tokens in [*range(70, 112)] * 2:
+        training.step(tokens)
+    training.made = 0
+    for _ in range(400):
+        training.step(draw.randrange(70, 112), rate=1e6 * draw.uniform(0.5, 1.5))
+    assert training.made <= 400 // POLISHED, "none before it was used so often"
+
+
+def test_a_link_that_has_become_another_one_is_planned_for_where_sizes_are_met_often() -> None:
+    training = learned(110)
+    training.made = 0
+    for _ in range(LATELY[0] + 2 * POLISHED):
+        did = training.step(110, rate=1e3)
+    assert training.method.rates == (1e3, 1e3)
+    assert 1 <= training.made <= 3
+    assert not any(action.moves for action in did.actions), "a thousand bytes a second are not worth it"
+
+
+def test_copies_that_are_late_change_what_is_promised_and_not_the_plan() -> None:
+    training = learned(110)
+    before = training.step(110, above=0.05)
+    assert any(action.moves for action in before.actions)
+    training.made = 0
+    after = training.step(110)
+    assert (after.actions, after.available, training.made) == (before.actions, before.available, 0)
+    assert before.projected * 1.05 <= after.projected <= after.available
+
+
+def test_a_plan_that_was_missed_with_nothing_moved_is_made_again_for_less() -> None:
+    training = learned()
+    for tokens in (40, 50):
+        training.step(tokens)
+    kept = training.step(50, above=0.05)
+    assert not kept.given_up
+    training.made = 0
+    assert training.step(50).projected >= kept.projected * 1.05
+    assert training.made == 1
