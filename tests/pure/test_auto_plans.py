@@ -5,12 +5,15 @@ from __future__ import annotations
 from random import Random
 from unittest.mock import patch
 
+import pytest
+
 from spillway.methods.actions import Action
 from spillway.methods.auto import POLISHED, Auto
 from spillway.methods.auto.choosing import Planned
 from spillway.methods.auto.choosing import plan as planned
 from spillway.methods.auto.menus import LATELY
 from spillway.methods.by_block import BlockPlan, BlockSample, StepSample
+from spillway.units import format_seconds
 
 CALLS = range(4)
 AVAILABLE = 40_000
@@ -23,11 +26,12 @@ class Training:
         self.method = Auto()
         self.made = 0
 
-    def step(self, tokens: int, rate: float = 1e6, above: float = 0.0, available: int = AVAILABLE) -> BlockPlan:
-        """Of so many tokens, whose copies are so fast, and which takes so much more than its plan says, as a share."""
+    def step(self, tokens: int, rate: float = 1e6, above: float = 0.0, seconds: float = 0.0) -> BlockPlan:
+        """Of so many tokens, whose copies are so fast, and which takes so much more than its plan says, as a share, and
+        so long."""
         size = (tokens,)
         with patch("spillway.methods.auto.plan", self._planned):
-            did = self.method.begin(size, available).plan
+            did = self.method.begin(size, AVAILABLE).plan
         actions = did.actions or tuple(did.otherwise for _ in CALLS)
         moves = any(action.moves for action in actions)
         peak = sum(100 * tokens for action in actions if action is Action.KEEP) + 210 * tokens
@@ -36,6 +40,7 @@ class Training:
                 size=size, recomputed=frozenset(call for call in CALLS if actions[call].recomputes),
                 peak=max(int(did.projected * (1 + above)), 1) if above else min(peak, did.projected or peak),
                 projected=did.projected, available=did.available, out_rate=rate * moves, in_rate=rate * moves,
+                seconds=seconds,
             ),
             [
                 BlockSample(
@@ -108,3 +113,12 @@ def test_a_plan_that_was_missed_with_nothing_moved_is_made_again_for_less() -> N
     training.made = 0
     assert training.step(50).projected >= kept.projected * 1.05
     assert training.made == 1
+
+
+def test_seconds_are_promised_by_how_long_steps_take_and_not_by_their_best_times() -> None:
+    training = learned(110)
+    expected = training.step(110).step_seconds
+    for _ in range(4):
+        training.step(110, seconds=1.25 * expected)
+    assert training.step(110).step_seconds == pytest.approx(1.25 * expected)
+    assert f"expected to take {format_seconds(1.25 * expected)}, " in training.method.explained(["block"] * 5)[-1]

@@ -17,9 +17,11 @@ After these every size has its plan: sizes within `BUCKET` of each other share t
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil, floor, log
+from statistics import median
 from typing import Final, Self, final
 
 from spillway.methods.actions import Action
@@ -59,6 +61,8 @@ CUSHION: Final = 0.001
 """Expected besides where a plan was missed, so that the next steps are not misses by bytes."""
 FORGETS: Final = 0.99
 """How much of a miss of a plan is left after every step that is as planned."""
+LATELY: Final = 8
+"""Steps by which it is known how much longer than their plans say they take."""
 SPARE: Final = 0.005
 """A plan is made again when what is available is so much more or less than what it was made for."""
 POLISHED: Final = 8
@@ -101,6 +105,8 @@ class Auto(AbstractBlockMethod):
         self._late = 0.0
         """The same where copies went on for longer than planned and there was room for that: no plan is the worse for
         it, and less is promised."""
+        self._paces: deque[float] = deque(maxlen=LATELY)
+        """What steps took, over what their plans had said: the machine beside its best times."""
         self._latest: _Remembered | None = None
 
     def in_header(self) -> dict[str, object]:
@@ -196,9 +202,14 @@ class Auto(AbstractBlockMethod):
             known = self._plans[bucket] = self._planned(largest, available, Effort.POLISH)
         known.uses += 1
         self._latest = known
-        if not self._late or not any(action.moves for action in known.plan.actions):
-            return known.plan
-        return replace(known.plan, projected=min(ceil(known.plan.projected * (1 + self._late)), available))
+        projected = known.plan.projected
+        if self._late and any(action.moves for action in known.plan.actions):
+            projected = max(min(ceil(projected * (1 + self._late)), available), projected)
+        return replace(known.plan, projected=projected, step_seconds=known.plan.step_seconds * self._pace)
+
+    @property
+    def _pace(self) -> float:
+        return median(self._paces) if self._paces else 1.0
 
     def _bucket(self, size: InputSize) -> InputSize:
         if self._options.batched:
@@ -232,6 +243,8 @@ class Auto(AbstractBlockMethod):
     def end(self, step: StepSample, blocks: Sequence[BlockSample] = ()) -> None:
         """Bytes are learned where blocks were kept or recomputed and nothing else, seconds and shares everywhere."""
         collecting = self.collects(step.size)
+        if not collecting and self._latest is not None and step.projected > 0 and step.seconds > 0:
+            self._paces.append(step.seconds / self._latest.plan.step_seconds)
         whole = {sample.action for sample in blocks} <= {Action.KEEP, Action.RECOMPUTE}
         changed = whole and self._bytes.observe(step, blocks, whole=True)
         if whole and blocks:
@@ -271,6 +284,7 @@ class Auto(AbstractBlockMethod):
         if self._latest is None:
             return ()
         problem, planned = self._latest.problem, self._latest.planned
+        problem = replace(problem, rest=self._latest.plan.step_seconds * self._pace - planned.outcome.seconds)
         kinds = {block.kind: name for block, name in [*zip(problem.blocks, names, strict=False)][::-1]}
         return sentences(problem, planned, {**kinds, problem.blocks[-1].kind: "what is no block"})
 
