@@ -816,16 +816,16 @@ class _Step(AbstractStep):
         self._optimized = True
         session, watch = self._session, self._watch
         if watch is not None and session._budget.limited:
-            needs = session._needs.of(optimizer)
+            needs, told = session._needs.of(optimizer), session._needs.tells(optimizer)
             try:
-                watch.optimizer_begins(needs)
+                watch.optimizer_begins(needs, told=told)
             except BudgetInfeasible as refusal:
                 if session._needs.assumes(optimizer):
                     refusal.add_note(_assumption(optimizer, needs))
                 raise
             self._updates.append(kept_by(optimizer))
-            if self._watch is None and session._needs.assumes(optimizer) and session._paging is not None:
-                session._paging.forget(self._entered[1:])  # it may need less
+            if self._watch is None and not told and session._paging is not None:
+                session._paging.forget(self._entered[1:])  # the rest of the step fits
                 self._forwards, self._watched = watch, (self._updates.pop(), session._budget.resident)
         self._updated = True
 
@@ -976,6 +976,12 @@ class _Step(AbstractStep):
     def _report(self, seconds: Seconds) -> None:
         session, watch = self._session, self._watch
         passes = watch.passes if watch is not None else []
+        planned = self._forwards.passes if self._forwards is not None else passes
+        foretold: dict[str, Any] = {
+            "projected_bytes": max((one.expected for one in planned), default=0),
+            "projected_seconds": sum(one.decision.plan.step_seconds for one in planned),
+            "planning_seconds": self._planning,
+        }
         calls = [call for one in passes for call in one.calls]
         again = [call for call in calls if call.recomputes]
         peak = watch.peak if watch is not None else self._start
@@ -997,7 +1003,9 @@ class _Step(AbstractStep):
                 session._paging.forget(self._entered[1:])
                 self._family.rises[self._dimensions] = most - self._start
             twice = sum(call.recomputes > 0 for call in ran)
-            session._finish(replace(told, input_size=list(self._size), blocks=len(ran), recomputed_blocks=twice))
+            session._finish(
+                replace(told, input_size=list(self._size), blocks=len(ran), recomputed_blocks=twice, **foretold)
+            )
             return
         report = StepReport(
             step=len(session.history), signature=self._signature, managed=bool(calls), allowed=session.allowed,
@@ -1009,9 +1017,7 @@ class _Step(AbstractStep):
             dropped_bytes=sum(call.own_bytes for call in again), drops=len(again), moves=int(sent), refusals={},
             escaped=0, unmanaged=0, logged=self.logged, input_size=list(self._size), blocks=len(calls),
             recomputed_blocks=len(again), revoked_blocks=sum(len(one.revoked) for one in passes),
-            projected_bytes=max((one.expected for one in passes), default=0),
-            projected_seconds=sum(one.decision.plan.step_seconds for one in passes),
-            planning_seconds=self._planning, room_seconds=room, peak_measured=watch is not None and watch.traced,
+            **foretold, room_seconds=room, peak_measured=watch is not None and watch.traced,
         )  # fmt: skip
         session._finish(report)
         if passes and (session._heaviest is None or peak > session._heaviest[0].peak_bytes):

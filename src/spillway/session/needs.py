@@ -62,6 +62,10 @@ class Needs:
             self._told[key] = update_of(optimizer)
         return self._told[key] or self._learned.get(key) or assumed(optimizer)
 
+    def tells(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether that is sure: what such an update took before may not be all that the next one takes."""
+        return self._told.get(kept_by(optimizer)) is not None
+
     def assumes(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether that is a bound, since nobody has seen such an update yet."""
         key = kept_by(optimizer)

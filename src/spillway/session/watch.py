@@ -468,8 +468,12 @@ class StepWatch:
         """Above what is taken now; so much surely, if more is taken than was expected."""
         return max(expected - self._budget.resident, surely)
 
-    def optimizer_begins(self, needs: Update) -> None:
+    def optimizer_begins(self, needs: Update, *, told: bool) -> None:
         """An optimizer is about to change something: whatever is wrong is said now.
+
+        Args:
+            needs: Of its update.
+            told: Whether that is sure. Otherwise every op of the update is watched, where that can begin here.
 
         Raises:
             BudgetInfeasible: What came before it took more than is allowed, or the optimizer will.
@@ -483,9 +487,11 @@ class StepWatch:
             peak = self._start + max(window.peak for window in windows)
             level = self._start + windows[-1].level
         update = level + needs.state + needs.working
+        if max(peak, update) <= self._budget.allowed and told:
+            return
+        if peak <= self._budget.allowed and self._foresight.page_from_here():
+            return
         if max(peak, update) > self._budget.allowed:
-            if peak <= self._budget.allowed and self._foresight.page_from_here():
-                return
             # The next step begins with the state that this one adds.
             self._refuse(max(peak, update), self._engine.begun, max(peak + needs.state, update), exact=bool(windows))
 
