@@ -290,6 +290,10 @@ class BlockSession(Session):
         if self._engine is None or self._planner is None:
             return ()
         told = self._planner.explained([report.block for report in self._engine.reports])
+        left = self._paging.left if self._paging is not None else 0
+        if left:
+            sizes = "one input size" if left == 1 else f"{left} input sizes"
+            told += (f"Steps of {sizes} are watched op by op, since what their blocks take did not fit.",)
         followed = [report for report in self.history if report.projected_seconds > 0]
         if not told or not followed:
             return told
@@ -586,6 +590,10 @@ class _Step(AbstractStep):
         """Whether every op is watched, and whether blocks are recomputed besides, to see if that is enough."""
         self._until: Bytes = 0
         """What was taken at most before every op was."""
+        self._guarded = False
+        """Whether what it takes above the budget is lent."""
+        self._lent: Bytes = 0
+        """How much that was."""
 
     @unheard_by_modes
     def begin(self) -> None:
@@ -614,6 +622,7 @@ class _Step(AbstractStep):
         if session._paging is not None:
             if sized:
                 self._tries, session._untried = (session._unknown or session._untried) and not self._compiled, False
+            session._paging.come_back(self._entered[1:], self._holds)
             if session._paging.wanted(self._entered[1:], self._start) or self._tries or not sized:
                 self._page(0)
                 return
@@ -621,9 +630,16 @@ class _Step(AbstractStep):
         wanted = session._traces or self._new or session._budget.limited
         self._trace = trace_for(session._device, self._known) if wanted else None
         if self._trace is not None:
+            if session._leaves_to_ops and session._paging is not None:
+                self._guarded = session._paging.guards(self._trace, self._start)
             self._trace.mark()
         if session._engine is not None:
             self.watch()
+
+    def _holds(self, free: Bytes) -> bool:
+        """Whether a plan for blocks is known to leave so many bytes free."""
+        available = self._session._budget.allowed - self._start - free
+        return self._session._engine is not None and self._family.method.holds(self._size, available)
 
     def micro_batch(self, batch: Any) -> None:
         """Forwards from here on are planned by the size of this batch, and teach what they take at this one."""
@@ -644,8 +660,7 @@ class _Step(AbstractStep):
         assert session._paging is not None
         session._paging.remember(self._entered[1:])
         self._paged = True
-        if self._watch is not None:
-            self._watch.stop()
+        self._stop()
         self._watch = self._trace = None
         if session._engine is not None:
             self.watch()
@@ -859,14 +874,25 @@ class _Step(AbstractStep):
             session._engine.observer = None
             session._engine.bypassed = True
             session._engine.actions = {}
+        self._stop()
         if self._watch is not None:
-            self._watch.stop()
             session._largest = max(session._largest, self._watch.largest)
-        elif self._trace is not None:
-            self._alone = max((window.peak for window in self._trace.stop()), default=0)
         if self._paged and session._paging is not None:
             return session._paging.end()
         return self._refusal()
+
+    def _stop(self) -> None:
+        """Blocks are not measured any more. Called again, it does what was not done."""
+        session = self._session
+        if self._watch is not None:
+            self._watch.stop()
+        elif self._trace is not None:
+            self._alone = max((window.peak for window in self._trace.stop()), default=0)
+        if self._guarded and session._paging is not None:
+            self._lent = session._paging.lent(partial(session._tensors, self._batch))
+            self._guarded = False
+            if self._lent:
+                session._paging.remember(self._entered[1:], self._lent)
 
     def _refusal(self) -> BudgetInfeasible | None:
         """Of a step that took too much after the last seam, and not in its optimizer."""
@@ -950,7 +976,7 @@ class _Step(AbstractStep):
         if not (self._new or more or moves or watch.unmeasured):
             return  # there is nothing to learn from it
         entered, _, dimensions = self._entered
-        if not watch.traced:
+        if not watch.traced or self._lent:
             entered.traced.pop(self._key, None)  # measure it the next time
             return
         shapes = [dimensions, *(shape for family, shape in self._asked if family is entered)]
@@ -988,6 +1014,7 @@ class _Step(AbstractStep):
             told = report_of(engine, number, self._signature, seconds, self.logged)
             if self._until:
                 told = replace(told, start_bytes=self._start, peak_bytes=max(told.peak_bytes, self._until))
+            told = replace(told, beyond_bytes=max(told.beyond_bytes, self._lent))
             # And what earlier steps have left elsewhere, which was not wanted in this one: it will be in memory then.
             most = max(told.peak_bytes, told.device_peak_bytes) + max(self._start - engine.start_bytes, 0)
             trained = self._optimized or any(one.grad is not None for one in session._model.parameters())
@@ -1012,6 +1039,7 @@ class _Step(AbstractStep):
             projected_bytes=max((one.expected for one in passes), default=0),
             projected_seconds=sum(one.decision.plan.step_seconds for one in passes),
             planning_seconds=self._planning, room_seconds=room, peak_measured=watch is not None and watch.traced,
+            beyond_bytes=self._lent,
         )  # fmt: skip
         session._finish(report)
         if passes and (session._heaviest is None or peak > session._heaviest[0].peak_bytes):
