@@ -58,7 +58,7 @@ from spillway.session.paging import UNINTERRUPTED, Paging
 from spillway.session.ranks import Agreement
 from spillway.session.tensor_session import report_of
 from spillway.session.updates import Arguments, before_update
-from spillway.session.watch import StepWatch
+from spillway.session.watch import Seam, StepWatch
 from spillway.tiers.disk import DiskTier
 from spillway.tiers.transfer import Freed
 from spillway.units import Bytes, Seconds, format_bytes
@@ -93,6 +93,8 @@ class _Family:
     learned: list[tuple[Shape, StepSample, list[BlockSample]]] = field(default_factory=list)
     traced: dict[Key, set[str]] = field(default_factory=dict)
     """What was measured, and what was done in these steps (`StepWatch.path`)."""
+    seams: dict[Shape, dict[Seam, Bytes]] = field(default_factory=dict)
+    """What steps took at most above what was there at each seam, until the next."""
     rises: dict[Shape, Bytes] = field(default_factory=dict)
     """What steps of these inputs took, at most, above what was there when they began."""
 
@@ -118,8 +120,11 @@ class _Family:
                 self._tell(shape, step, blocks)
         return self.reader.size(dimensions)
 
-    def learn(self, dimensions: Shape, step: StepSample, blocks: list[BlockSample]) -> None:
+    def learn(self, dimensions: Shape, step: StepSample, blocks: list[BlockSample], rises: dict[Seam, Bytes]) -> None:
         """Tell the method of a measured step."""
+        if dimensions in self.seams or len(self.seams) < REMEMBERED:
+            known = self.seams.setdefault(dimensions, {})
+            known |= {seam: max(rise, known.get(seam, 0)) for seam, rise in rises.items()}
         if len(self.learned) < REMEMBERED:
             self.learned.append((dimensions, step, blocks))
         self._tell(dimensions, step, blocks)
@@ -160,6 +165,10 @@ class BlockSession(Session):
     """On which blocks run again, where that adds collectives."""
     _untried = False
     """Whether a step that was to show if recomputing is enough had no backward, and the next one is to."""
+    _partly = 0
+    """Steps that were to show it, in which some call failed, or fewer ended than in others."""
+    _most_calls = 0
+    """That ended in one forward."""
     blockless = False
     """Whether blocks were looked for in vain, and the model is left to the tensor engine."""
     _uninterrupted: tuple[str, ...] = (
@@ -247,6 +256,11 @@ class BlockSession(Session):
         if self._size_of is not None and batch is not None:
             return True
         return any(isinstance(leaf, torch.Tensor) and leaf.dim() for leaf in leaves(batch))
+
+    def _is_whole(self, ended: int) -> bool:
+        """Whether a forward in which so many calls ended may be one of all blocks, or there are none of these."""
+        self._most_calls = max(self._most_calls, ended)
+        return ended >= max(self._most_calls, len(self.blocks)) or self._partly >= TELLING
 
     def _look_again(self) -> None:
         """Where the model was rebuilt nothing of what was learned is of this one."""
@@ -759,6 +773,9 @@ class _Step(AbstractStep):
         gradients = {name: one.grad.nbytes for name, one in model.named_parameters() if one.grad is not None}
         return Call(engine, called, gradients)
 
+    def rise(self, seam: Seam) -> Bytes:
+        return self._family.seams.get(self._dimensions, {}).get(seam, 0)
+
     def least(self, call: Call, level: Bytes) -> Bytes | None:
         """None as well for a size that should fit by what smaller and larger ones took."""
         enough = self._session._budget.allowed - level
@@ -981,7 +998,8 @@ class _Step(AbstractStep):
             return
         shapes = [dimensions, *(shape for family, shape in self._asked if family is entered)]
         largest = tuple(map(max, zip(*shapes, strict=False)))
-        entered.rises[largest] = max(entered.rises.get(largest, 0), watch.peak - self._start)
+        if any(self._session._is_whole(len(one.ended)) for one in watch.passes):
+            entered.rises[largest] = max(entered.rises.get(largest, 0), watch.peak - self._start)
         samples = watch.samples()
         self._session._told_nothing = 0 if samples or not watch.passes else self._session._told_nothing + 1
         if self._session._told_nothing == TELLING and self._session._leaves_to_ops:
@@ -992,9 +1010,9 @@ class _Step(AbstractStep):
                 stacklevel=6,
             )
         asked = dict(zip(map(id, watch.passes), self._asked, strict=True))
-        for one, step, blocks in samples:
+        for one, step, blocks, rises in samples:
             family, dimensions = asked[id(one)]
-            family.learn(dimensions, replace(step, seconds=seconds / len(watch.passes)), blocks)
+            family.learn(dimensions, replace(step, seconds=seconds / len(watch.passes)), blocks, rises)
             unlimited = not self._session._budget.limited
             if unlimited or step.peak <= one.decision.plan.projected or one.decision.phase is Phase.COLLECTING:
                 entered.traced.setdefault(self._key, set()).add(watch.path)
@@ -1018,7 +1036,9 @@ class _Step(AbstractStep):
             # And what earlier steps have left elsewhere, which was not wanted in this one: it will be in memory then.
             most = max(told.peak_bytes, told.device_peak_bytes) + max(self._start - engine.start_bytes, 0)
             trained = self._optimized or any(one.grad is not None for one in session._model.parameters())
-            if not trained:
+            partly = self._tries and not session._is_whole(sum(call.seconds > 0 for call in ran))
+            session._partly += partly
+            if partly or not trained:
                 session._untried |= self._tries
             elif self._tries and not (told.drops or told.moves or most > session.allowed):  # recomputing is enough
                 session._paging.forget(self._entered[1:])
