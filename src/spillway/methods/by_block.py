@@ -268,6 +268,10 @@ class AbstractBlockMethod(ABC):
     def end(self, step: StepSample, blocks: Sequence[BlockSample] = ()) -> None:
         """Take what a step measured: its peak, and of a step that collects every block."""
 
+    def holds(self, size: InputSize, available: Bytes) -> bool:
+        """Whether a plan for a step of this size is known to stay within so many bytes."""
+        return False
+
     def forget_plans(self) -> None:  # noqa: B027  # not every method plans
         """The budget is another: nothing that was planned for the one before is used. What was measured is."""
 

@@ -28,6 +28,8 @@
 //     malloc gives. Whatever was born in such steps counts until it is gone, in whatever thread, or until the account
 //     takes it over (`adopt`). Too much may be counted, never too little: who counts a small block is known by the
 //     function that frees it, of which there are SHARES, and sessions beyond that many have one together.
+// 10. A trace may be guarded: what its own thread takes lies in such a file as well where the trace would hold more than
+//     it is allowed, and the trace does not count it. Where there is no room for it, it is taken, and counts.
 
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
@@ -167,6 +169,8 @@ struct Trace {
   std::uint64_t owner = 0;   // the thread that began it
   std::uint64_t moment = 0;  // which trace it is
   std::int64_t held = 0, peak = 0;
+  std::int64_t most = 0;        // that it may hold, if somebody lends what is more
+  OpMemory* lender = nullptr;  // null where it is not guarded
   std::unordered_map<std::uintptr_t, std::size_t> known;  // by address: what was there, and counts until it is gone
 
   void forget(std::uintptr_t address) {
@@ -288,7 +292,10 @@ class Arena {
     std::lock_guard<std::mutex> guard(mutex_);
     for (std::size_t place = 0; place < TRACES; ++place) {
       if (traces_[place].open) continue;
-      traces_[place] = Trace{true, this_thread(), ++begun_, 0, 0, {}};
+      traces_[place] = Trace{};
+      traces_[place].open = true;
+      traces_[place].owner = this_thread();
+      traces_[place].moment = ++begun_;
       for (std::size_t one = 0; one < count; ++one) traces_[place].known.emplace(addresses[one], sizes[one]);
       ++open_;
       return static_cast<int>(place);
@@ -298,6 +305,25 @@ class Arena {
   void forget(int place, std::uintptr_t address) {
     std::lock_guard<std::mutex> guard(mutex_);
     traces_[static_cast<std::size_t>(place)].forget(address);
+  }
+  // From now on it holds so much at most, of what this thread takes (rule 10).
+  void guard(int place, std::int64_t most, OpMemory* lender) {
+    std::lock_guard<std::mutex> guard(mutex_);
+    traces_[static_cast<std::size_t>(place)].most = most;
+    traces_[static_cast<std::size_t>(place)].lender = lender;
+    guarded() = place;
+  }
+  void unguard() { guarded() = -1; }
+  // Who lends this thread so much, where a trace of its own has no room for it; else null.
+  OpMemory* lender(std::size_t nbytes) {
+    if (guarded() < 0) return nullptr;
+    std::lock_guard<std::mutex> guard(mutex_);
+    const Trace& trace = traces_[static_cast<std::size_t>(guarded())];
+    if (trace.lender == nullptr || trace.owner != this_thread()) {
+      guarded() = -1;  // it has ended
+      return nullptr;
+    }
+    return trace.held + static_cast<std::int64_t>(nbytes) > trace.most ? trace.lender : nullptr;
   }
   // Bytes held now, and the most since this was asked last.
   std::pair<std::int64_t, std::int64_t> since(int place) {
@@ -338,6 +364,12 @@ class Arena {
 
  private:
   static constexpr int FLAGS = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+
+  // The guarded trace that this thread began last; -1 without one.
+  static int& guarded() {
+    thread_local int place = -1;
+    return place;
+  }
 
   bool within(const void* address) const {
     const char* byte = static_cast<const char*>(address);
@@ -575,30 +607,32 @@ class OpMemory {
     if (cells_[STATE] >= RUNS && block.op == op_) cells_[LOCAL] -= static_cast<std::int64_t>(block.born.nbytes);
   }
 
+  // A step begins whose trace is guarded (rule 10): what it was lent at most is in BEYOND.
+  void begin_lending() {
+    std::lock_guard<std::mutex> guard(mutex());
+    op_ = new_op();
+    cells_[ABOVE] = cells_[BEYOND] = 0;
+    cells_[STATE] = IDLE;
+    lending_ = true;
+  }
+  void end_lending() { lending_ = false; }
+  // What a guarded trace has no room for, or null.
+  void* lend(std::size_t nbytes, bool told) {
+    std::lock_guard<std::mutex> guard(mutex());
+    void* memory = nullptr;
+    if (place(nbytes, told, memory) != 0) return nullptr;
+    cells_[ABOVE] += static_cast<std::int64_t>(nbytes);
+    cells_[BEYOND] = std::max(cells_[BEYOND], cells_[ABOVE]);
+    return memory;
+  }
+
   // Memory of the file. It counts in what the op needs, and in no account.
   void* beyond(std::size_t nbytes, bool told) {
     void* memory = nullptr;
     int error = 0;
     {
       std::lock_guard<std::mutex> guard(mutex());
-      // Of what is small there are many in one mapping: the system allows only so many of these.
-      const std::size_t size = nbytes < SMALL ? (nbytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT : pages(nbytes);
-      Mapping* mapping = nullptr;
-      if (nbytes >= SMALL) {
-        error = map(size, mapping);
-      } else if (chunk_ == nullptr || chunk_->parted || chunk_->size - chunk_->used < size) {
-        error = map(CHUNK, mapping);
-        if (error == 0) let_go_of(std::exchange(chunk_, mapping));
-      } else {
-        mapping = chunk_;
-      }
-      if (error == 0) {
-        memory = mapping->base + mapping->used;
-        mapping->used += size;
-        ++mapping->alive;
-        all()[memory] = {mapping, {size, told, Born{nbytes, 0, 0}, op_, nullptr}};
-        ++mapped_beyond();
-      }
+      error = place(nbytes, told, memory);
     }
     if (error != 0) {
       cells_[STATE] = REFUSED;
@@ -637,7 +671,8 @@ class OpMemory {
       owner.let_go_of(part.mapping);
     }
     owner.close_unused();
-    if (op_memory() == &owner && owner.cells_[STATE] >= RUNS && part.block.op == owner.op_) {
+    const bool counts = owner.lending_ || (op_memory() == &owner && owner.cells_[STATE] >= RUNS);
+    if (counts && part.block.op == owner.op_) {
       owner.cells_[ABOVE] -= static_cast<std::int64_t>(part.block.born.nbytes);
     }
     return part.block;
@@ -735,6 +770,28 @@ class OpMemory {
   void punch(std::size_t offset, std::size_t size) {
     ::fallocate(file_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(offset), static_cast<off_t>(size));
   }
+  // A block of the file: 0, or the system's error number.
+  int place(std::size_t nbytes, bool told, void*& memory) {
+    // Of what is small there are many in one mapping: the system allows only so many of these.
+    const std::size_t size = nbytes < SMALL ? (nbytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT : pages(nbytes);
+    Mapping* mapping = nullptr;
+    int error = 0;
+    if (nbytes >= SMALL) {
+      error = map(size, mapping);
+    } else if (chunk_ == nullptr || chunk_->parted || chunk_->size - chunk_->used < size) {
+      error = map(CHUNK, mapping);
+      if (error == 0) let_go_of(std::exchange(chunk_, mapping));
+    } else {
+      mapping = chunk_;
+    }
+    if (error != 0) return error;
+    memory = mapping->base + mapping->used;
+    mapping->used += size;
+    ++mapping->alive;
+    all()[memory] = {mapping, {size, told, Born{nbytes, 0, 0}, op_, nullptr}};
+    ++mapped_beyond();
+    return 0;
+  }
   // A part of the file: 0, or the system's error number.
   int map(std::size_t size, Mapping*& mapping) {
     if (free_.empty() || free_.best(size).second < size) {
@@ -816,7 +873,7 @@ class OpMemory {
   const pid_t process_ = ::getpid();
   std::uint64_t op_ = 0;
   int file_ = -1;
-  bool closed_ = false;
+  bool closed_ = false, lending_ = false;
   Extents free_;  // of the file, by offset
   std::size_t end_ = 0, lost_ = 0;
   Mapping* chunk_ = nullptr;  // for what is small
@@ -827,6 +884,12 @@ class ArenaAllocator final : public c10::Allocator {
   c10::DataPtr allocate(std::size_t nbytes) override {
     if (nbytes == 0) return c10::GetDefaultCPUAllocator()->allocate(0);
     OpMemory* const unwatched = op_memory() != nullptr && op_memory()->unwatched() ? op_memory() : nullptr;
+    if (OpMemory* const lender = arena().lender(nbytes)) {
+      if (void* const lent = lender->lend(nbytes, c10::memoryProfilingEnabled())) {
+        report(lent, static_cast<std::int64_t>(nbytes));
+        return {lent, lent, &free, c10::Device(c10::DeviceType::CPU)};
+      }
+    }
     void* memory = nbytes < SMALL ? nullptr : unwatched != nullptr ? take(nbytes, *unwatched) : take(nbytes);
     if (memory == nullptr) {  // rule 4
       c10::DataPtr outside = c10::GetDefaultCPUAllocator()->allocate(nbytes);
@@ -898,6 +961,7 @@ void unlock() {
 }
 void unlock_in_child() {
   op_memory() = nullptr;  // the file is the parent's, and so is the step
+  arena().unguard();
   unlock();
 }
 
@@ -933,6 +997,10 @@ void spillway_arena_since(int place, std::int64_t* held_and_peak) {
   std::tie(held_and_peak[0], held_and_peak[1]) = arena().since(place);
 }
 void spillway_arena_end_trace(int place) { arena().end_trace(place); }
+void spillway_arena_guard(int place, std::int64_t most, OpMemory* lender) {
+  lender->begin_lending();
+  arena().guard(place, most, lender);
+}
 int spillway_arena_owns(const void* address) { return arena().owns(address) ? 1 : 0; }
 
 OpMemory* spillway_op_memory(const char* directory) { return new OpMemory(directory); }  // rule 5
@@ -943,6 +1011,7 @@ void spillway_op_memory_here(OpMemory* memory, int unwatched) {
   unwatched != 0 ? memory->begin_unwatched() : memory->begin_watched();
 }
 std::int64_t* spillway_op_memory_small(OpMemory* memory) { return memory->small(); }
+void spillway_op_memory_end_lending(OpMemory* memory) { memory->end_lending(); }
 void spillway_op_memory_close(OpMemory* memory) { memory->close(); }
 int spillway_op_memory_knows(OpMemory* memory, c10::StorageImpl* storage) { return memory->knows(storage) ? 1 : 0; }
 std::size_t spillway_op_memory_adopt(OpMemory* memory, c10::StorageImpl* const* storages, std::size_t count) {

@@ -68,10 +68,11 @@ def _opened() -> ctypes.CDLL:
     library.spillway_arena_trace.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
     library.spillway_arena_forget.argtypes = [ctypes.c_int, ctypes.c_size_t]
     library.spillway_arena_since.argtypes = [ctypes.c_int, ctypes.c_void_p]
+    library.spillway_arena_guard.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_void_p]
     library.spillway_op_memory.argtypes = [ctypes.c_char_p]
     for name in ("", "_cells", "_small"):
         getattr(library, f"spillway_op_memory{name}").restype = ctypes.c_void_p
-    for name in ("cells", "close", "has", "small"):
+    for name in ("cells", "close", "end_lending", "has", "small"):
         getattr(library, f"spillway_op_memory_{name}").argtypes = [ctypes.c_void_p]
     library.spillway_op_memory_knows.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     library.spillway_op_memory_adopt.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
@@ -189,6 +190,11 @@ class Trace:
         self._library.spillway_arena_since(self._trace, self._told)
         return self._told[0], self._told[1]
 
+    def guard(self, most: Bytes, lender: OpMemory) -> None:
+        """From now on what this thread takes lies in the lender's file, uncounted, where more than so many bytes would
+        be there above the beginning; where the file has no room either, it counts."""
+        self._library.spillway_arena_guard(self._trace, most, lender._memory)
+
     def end(self) -> None:
         """Nothing is counted any more."""
         if self._trace >= 0:
@@ -279,6 +285,11 @@ class OpMemory:
         """This thread's ops count for nobody."""
         self.cells[STATE], self.cells[UNWATCHED] = IDLE, 0
         self._library.spillway_op_memory_here(None, 0)
+
+    def lent(self) -> Bytes:
+        """The guarded trace of a step has ended (`Trace.guard`): the most that it was lent at once."""
+        self._library.spillway_op_memory_end_lending(self._memory)
+        return self.cells[BEYOND]
 
     def is_beyond(self, address: int) -> bool:
         """Whether memory that begins there is such a file's."""

@@ -58,7 +58,7 @@ from spillway.session.paging import UNINTERRUPTED, Paging
 from spillway.session.ranks import Agreement
 from spillway.session.tensor_session import report_of
 from spillway.session.updates import Arguments, before_update
-from spillway.session.watch import StepWatch
+from spillway.session.watch import Seam, StepWatch
 from spillway.tiers.disk import DiskTier
 from spillway.tiers.transfer import Freed
 from spillway.units import Bytes, Seconds, format_bytes
@@ -93,6 +93,8 @@ class _Family:
     learned: list[tuple[Shape, StepSample, list[BlockSample]]] = field(default_factory=list)
     traced: dict[Key, set[str]] = field(default_factory=dict)
     """What was measured, and what was done in these steps (`StepWatch.path`)."""
+    seams: dict[Shape, dict[Seam, Bytes]] = field(default_factory=dict)
+    """What steps took at most above what was there at each seam, until the next."""
     rises: dict[Shape, Bytes] = field(default_factory=dict)
     """What steps of these inputs took, at most, above what was there when they began."""
 
@@ -118,8 +120,11 @@ class _Family:
                 self._tell(shape, step, blocks)
         return self.reader.size(dimensions)
 
-    def learn(self, dimensions: Shape, step: StepSample, blocks: list[BlockSample]) -> None:
+    def learn(self, dimensions: Shape, step: StepSample, blocks: list[BlockSample], rises: dict[Seam, Bytes]) -> None:
         """Tell the method of a measured step."""
+        if dimensions in self.seams or len(self.seams) < REMEMBERED:
+            known = self.seams.setdefault(dimensions, {})
+            known |= {seam: max(rise, known.get(seam, 0)) for seam, rise in rises.items()}
         if len(self.learned) < REMEMBERED:
             self.learned.append((dimensions, step, blocks))
         self._tell(dimensions, step, blocks)
@@ -160,6 +165,10 @@ class BlockSession(Session):
     """On which blocks run again, where that adds collectives."""
     _untried = False
     """Whether a step that was to show if recomputing is enough had no backward, and the next one is to."""
+    _partly = 0
+    """Steps that were to show it, in which some call failed, or fewer ended than in others."""
+    _most_calls = 0
+    """That ended in one forward."""
     blockless = False
     """Whether blocks were looked for in vain, and the model is left to the tensor engine."""
     _uninterrupted: tuple[str, ...] = (
@@ -248,6 +257,11 @@ class BlockSession(Session):
             return True
         return any(isinstance(leaf, torch.Tensor) and leaf.dim() for leaf in leaves(batch))
 
+    def _is_whole(self, ended: int) -> bool:
+        """Whether a forward in which so many calls ended may be one of all blocks, or there are none of these."""
+        self._most_calls = max(self._most_calls, ended)
+        return ended >= max(self._most_calls, len(self.blocks)) or self._partly >= TELLING
+
     def _look_again(self) -> None:
         """Where the model was rebuilt nothing of what was learned is of this one."""
         engine = self._engine
@@ -290,6 +304,10 @@ class BlockSession(Session):
         if self._engine is None or self._planner is None:
             return ()
         told = self._planner.explained([report.block for report in self._engine.reports])
+        left = self._paging.left if self._paging is not None else 0
+        if left:
+            sizes = "one input size" if left == 1 else f"{left} input sizes"
+            told += (f"Steps of {sizes} are watched op by op, since what their blocks take did not fit.",)
         followed = [report for report in self.history if report.projected_seconds > 0]
         if not told or not followed:
             return told
@@ -586,6 +604,10 @@ class _Step(AbstractStep):
         """Whether every op is watched, and whether blocks are recomputed besides, to see if that is enough."""
         self._until: Bytes = 0
         """What was taken at most before every op was."""
+        self._guarded = False
+        """Whether what it takes above the budget is lent."""
+        self._lent: Bytes = 0
+        """How much that was."""
 
     @unheard_by_modes
     def begin(self) -> None:
@@ -614,6 +636,7 @@ class _Step(AbstractStep):
         if session._paging is not None:
             if sized:
                 self._tries, session._untried = (session._unknown or session._untried) and not self._compiled, False
+            session._paging.come_back(self._entered[1:], self._holds)
             if session._paging.wanted(self._entered[1:], self._start) or self._tries or not sized:
                 self._page(0)
                 return
@@ -621,9 +644,16 @@ class _Step(AbstractStep):
         wanted = session._traces or self._new or session._budget.limited
         self._trace = trace_for(session._device, self._known) if wanted else None
         if self._trace is not None:
+            if session._leaves_to_ops and session._paging is not None:
+                self._guarded = session._paging.guards(self._trace, self._start)
             self._trace.mark()
         if session._engine is not None:
             self.watch()
+
+    def _holds(self, free: Bytes) -> bool:
+        """Whether a plan for blocks is known to leave so many bytes free."""
+        available = self._session._budget.allowed - self._start - free
+        return self._session._engine is not None and self._family.method.holds(self._size, available)
 
     def micro_batch(self, batch: Any) -> None:
         """Forwards from here on are planned by the size of this batch, and teach what they take at this one."""
@@ -644,8 +674,7 @@ class _Step(AbstractStep):
         assert session._paging is not None
         session._paging.remember(self._entered[1:])
         self._paged = True
-        if self._watch is not None:
-            self._watch.stop()
+        self._stop()
         self._watch = self._trace = None
         if session._engine is not None:
             self.watch()
@@ -743,6 +772,9 @@ class _Step(AbstractStep):
         assert engine is not None
         gradients = {name: one.grad.nbytes for name, one in model.named_parameters() if one.grad is not None}
         return Call(engine, called, gradients)
+
+    def rise(self, seam: Seam) -> Bytes:
+        return self._family.seams.get(self._dimensions, {}).get(seam, 0)
 
     def least(self, call: Call, level: Bytes) -> Bytes | None:
         """None as well for a size that should fit by what smaller and larger ones took."""
@@ -859,14 +891,25 @@ class _Step(AbstractStep):
             session._engine.observer = None
             session._engine.bypassed = True
             session._engine.actions = {}
+        self._stop()
         if self._watch is not None:
-            self._watch.stop()
             session._largest = max(session._largest, self._watch.largest)
-        elif self._trace is not None:
-            self._alone = max((window.peak for window in self._trace.stop()), default=0)
         if self._paged and session._paging is not None:
             return session._paging.end()
         return self._refusal()
+
+    def _stop(self) -> None:
+        """Blocks are not measured any more. Called again, it does what was not done."""
+        session = self._session
+        if self._watch is not None:
+            self._watch.stop()
+        elif self._trace is not None:
+            self._alone = max((window.peak for window in self._trace.stop()), default=0)
+        if self._guarded and session._paging is not None:
+            self._lent = session._paging.lent(partial(session._tensors, self._batch))
+            self._guarded = False
+            if self._lent:
+                session._paging.remember(self._entered[1:], self._lent)
 
     def _refusal(self) -> BudgetInfeasible | None:
         """Of a step that took too much after the last seam, and not in its optimizer."""
@@ -950,12 +993,13 @@ class _Step(AbstractStep):
         if not (self._new or more or moves or watch.unmeasured):
             return  # there is nothing to learn from it
         entered, _, dimensions = self._entered
-        if not watch.traced:
+        if not watch.traced or self._lent:
             entered.traced.pop(self._key, None)  # measure it the next time
             return
         shapes = [dimensions, *(shape for family, shape in self._asked if family is entered)]
         largest = tuple(map(max, zip(*shapes, strict=False)))
-        entered.rises[largest] = max(entered.rises.get(largest, 0), watch.peak - self._start)
+        if any(self._session._is_whole(len(one.ended)) for one in watch.passes):
+            entered.rises[largest] = max(entered.rises.get(largest, 0), watch.peak - self._start)
         samples = watch.samples()
         self._session._told_nothing = 0 if samples or not watch.passes else self._session._told_nothing + 1
         if self._session._told_nothing == TELLING and self._session._leaves_to_ops:
@@ -966,9 +1010,9 @@ class _Step(AbstractStep):
                 stacklevel=6,
             )
         asked = dict(zip(map(id, watch.passes), self._asked, strict=True))
-        for one, step, blocks in samples:
+        for one, step, blocks, rises in samples:
             family, dimensions = asked[id(one)]
-            family.learn(dimensions, replace(step, seconds=seconds / len(watch.passes)), blocks)
+            family.learn(dimensions, replace(step, seconds=seconds / len(watch.passes)), blocks, rises)
             unlimited = not self._session._budget.limited
             if unlimited or step.peak <= one.decision.plan.projected or one.decision.phase is Phase.COLLECTING:
                 entered.traced.setdefault(self._key, set()).add(watch.path)
@@ -994,10 +1038,13 @@ class _Step(AbstractStep):
             told = report_of(engine, number, self._signature, seconds, self.logged)
             if self._until:
                 told = replace(told, start_bytes=self._start, peak_bytes=max(told.peak_bytes, self._until))
+            told = replace(told, beyond_bytes=max(told.beyond_bytes, self._lent))
             # And what earlier steps have left elsewhere, which was not wanted in this one: it will be in memory then.
             most = max(told.peak_bytes, told.device_peak_bytes) + max(self._start - engine.start_bytes, 0)
             trained = self._optimized or any(one.grad is not None for one in session._model.parameters())
-            if not trained:
+            partly = self._tries and not session._is_whole(sum(call.seconds > 0 for call in ran))
+            session._partly += partly
+            if partly or not trained:
                 session._untried |= self._tries
             elif self._tries and not (told.drops or told.moves or most > session.allowed):  # recomputing is enough
                 session._paging.forget(self._entered[1:])
@@ -1017,7 +1064,8 @@ class _Step(AbstractStep):
             dropped_bytes=sum(call.own_bytes for call in again), drops=len(again), moves=int(sent), refusals={},
             escaped=0, unmanaged=0, logged=self.logged, input_size=list(self._size), blocks=len(calls),
             recomputed_blocks=len(again), revoked_blocks=sum(len(one.revoked) for one in passes),
-            **foretold, room_seconds=room, peak_measured=watch is not None and watch.traced,
+**foretold, room_seconds=room, peak_measured=watch is not None and watch.traced,
+            beyond_bytes=self._lent,
         )  # fmt: skip
         session._finish(report)
         if passes and (session._heaviest is None or peak > session._heaviest[0].peak_bytes):

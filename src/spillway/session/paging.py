@@ -5,23 +5,29 @@ second run or its backward, and what the optimizer needs, leaves in the middle o
 alone: in such a step the tensor engine keeps it, op by op, and nobody looks at the block engine's meter.
 A step is paged
 
- 1. from its begin, if one of its size was paged or refused before, or if what is away since an earlier one does not fit
-    beside the rest;
+ 1. from its begin, if one of its size was paged, refused or lent memory before, or if what is away since an earlier one
+    does not fit beside the rest; no more, `RETURNS` times, where a plan for its blocks is known to hold by then;
  2. from a forward on, if it is told there that it will not fit, or if the model was rebuilt within the step; from a
     backward on that makes a graph of itself, if no step was measured that did; from its optimizer on, if that needs
     more than is left. Blocks give up before what they hold, to be recomputed under the watch. What the step has made
     until then and has no name is not known storage by storage: so many bytes count as resident to its end, once more
     when an op comes to them.
+
+NOTE [Lent]. Plans go by what was measured, and a step may take more all the same: other layers are dropped at random,
+other experts chosen. Where the arena traces it, what has no room in the budget lies in the spill directory then, as
+what ops take for themselves does under the tensor engine. Nothing is learned of such a step.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeAlias, final
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias, final
 
 import torch
 
+from spillway.engines.blocks.trace import AbstractTrace
 from spillway.engines.tensors.probe import smallest_budget
 from spillway.engines.tensors.tensor_engine import TensorEngine
 from spillway.engines.tensors.torch_patches import others_open
@@ -35,8 +41,22 @@ from spillway.units import Bytes
 UNINTERRUPTED = ("spillway.session.abstract_session", "spillway.session.paging", "spillway.engines.tensors.")
 """Modules that are never interrupted half-way in a paged step: the model's own code runs inside of all others."""
 
+RETURNS: Final = 2
+"""How often a size comes back to its blocks at most, as long as the budget is not raised."""
+
 Like: TypeAlias = tuple[str, Shape]
 Named: TypeAlias = Callable[[], Iterable[tuple[Kind, torch.Tensor]]]
+
+
+@final
+@dataclass(slots=True)
+class _Left:
+    """A size whose steps are paged."""
+
+    missed: Bytes = 0
+    """By how much a step took more than there was room for."""
+    returns: int = RETURNS
+    """How often it may still come back."""
 
 
 @final
@@ -51,22 +71,56 @@ class Paging:
     def __init__(self, engine: TensorEngine, base_rss: Bytes | None) -> None:
         self.engine = engine
         self._base_rss = base_rss
-        self._sizes: set[Like] = set()
+        self._sizes: dict[Like, _Left] = {}
+        self._back: dict[Like, _Left] = {}
+        """Those that have come back."""
         self._calls = Calls()
         self._running = False
         self._nameless: Bytes = 0
 
-    def remember(self, size: Like) -> None:
-        """Steps like this one are paged from here on."""
-        self._sizes.add(size)
+    def remember(self, size: Like, missed: Bytes = 0) -> None:
+        """Steps like this one are paged from here on; it took so much more than there was room for."""
+        left = self._sizes.setdefault(size, self._back.pop(size, _Left()))
+        left.missed = max(left.missed, missed)
 
     def forget(self, size: Like) -> None:
         """They need not be."""
-        self._sizes.discard(size)
+        self._sizes.pop(size, None)
 
     def forget_all(self) -> None:
         """Whether they need be is found out again: the budget is larger."""
         self._sizes.clear()
+        self._back.clear()
+
+    @property
+    def left(self) -> int:
+        """How many sizes are paged."""
+        return len(self._sizes)
+
+    def come_back(self, size: Like, holds: Callable[[Bytes], bool]) -> None:
+        """Steps like this one are not paged any more, if `holds` says that their plan leaves so many bytes free."""
+        left = self._sizes.get(size)
+        if left is not None and left.returns and holds(left.missed):
+            left.returns -= 1
+            self._back[size] = self._sizes.pop(size)
+
+    def guards(self, trace: AbstractTrace, start: Bytes) -> bool:
+        """Whether what a step takes above the budget is lent from here on, see NOTE [Lent].
+
+        Args:
+            trace: Of the step, not yet marked.
+            start: What was there when it began.
+        """
+        return trace.guard(self.engine.budget.allowed - start, self.engine.backend.unwatched)
+
+    def lent(self, named: Named) -> Bytes:
+        """The trace of such a step has ended: what it was lent at most. What is left of that is in memory afterwards,
+        where it has a name and there is room for it."""
+        lender = self.engine.backend.unwatched
+        lent = lender.lent() if lender is not None else 0
+        if lent:
+            self.engine.bring_into_memory(tensor for _, tensor in named())
+        return lent
 
     def knows(self, size: Like) -> bool:
         """Whether a step like this one is paged from its begin, whatever is away."""

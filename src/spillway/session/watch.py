@@ -31,7 +31,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final, NamedTuple, NoReturn, Protocol, final
+from typing import Any, Final, NamedTuple, NoReturn, Protocol, TypeAlias, final
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -161,6 +161,10 @@ class Foresight(Protocol):
     def page_from_here(self) -> bool:
         """The same, where it is known not to fit."""
 
+    def rise(self, seam: Seam) -> Bytes:
+        """What steps on inputs like this one took at most above what was there at a seam, until the next; 0 where that
+        was not measured."""
+
     @property
     def rebuilt(self) -> bool:
         """Whether the model consists of other modules than were known: its blocks are looked for in the next step."""
@@ -178,6 +182,8 @@ class Foresight(Protocol):
         that cannot be told. The loss needs what the usual ones do, or nothing."""
 
 
+Seam: TypeAlias = tuple[str, int]
+"""Before a call begins ("begins"), goes backward ("reached"), or does so and runs again ("again"); of which call."""
 Decide = Callable[[Bytes], tuple[Decision, Forecast | None, InputSize, bool]]
 """From what is available: the decision, the forecast, the size, and whether blocks may run as if nobody watched."""
 
@@ -409,7 +415,13 @@ class StepWatch:
         call = one.ended[number]
         self._taken()
         expected, returning = self._going_back(one, number)
-        self._make_room(self._needs(expected, returning), number, known=one.knows(number), running=call)
+        again = number in one.revoked or (call.report.action.recomputes and not call.report.kept_because)
+        surely = max(returning, self._foresight.rise(("again" if again else "reached", number)))
+        needed = self._needs(expected, surely)
+        fits = self._make_room(needed, number, known=one.knows(number), running=call)
+        if not fits and call.report.action.selects and call.revoke():
+            one.revoked.add(number)
+            one.holds[number] = 0
         if plan.comes_in:
             call.start_in()  # what compute is about to wait for is the first of all copies
             self._read_ahead(one, number)
@@ -511,10 +523,10 @@ class StepWatch:
         if forecast is None or not one.knows(number):
             return 0, 0
         saved, selects = forecast.saved[number], one.decision.plan.action(number).selects
-        # A call that the model lets fail has saved nothing in the end, and until then as much as it worked with.
-        beside = int(self._engine.beside_share(UNSEEN) * (saved or forecast.working[number])) if selects else 0
+        beside = int(self._engine.beside_share(UNSEEN) * saved) if selects else 0
+        surely = max(saved, self._foresight.rise(("begins", number)))
         self._taken()
-        return self._needs(self._beside(one, forecast, number) + saved + forecast.working[number], saved), beside
+        return self._needs(self._beside(one, forecast, number) + saved + forecast.working[number], surely), beside
 
     def _make_room(self, needed: Bytes, number: int, *, known: bool = False, running: HeldCall | None = None) -> bool:
         """Have so many bytes free, as far as anything can give way; whether they are.
@@ -750,8 +762,9 @@ class StepWatch:
                 found.append(Update(state, window.peak - window.level - state))
         return found
 
-    def samples(self) -> list[tuple[Pass, StepSample, list[BlockSample]]]:
-        """What a traced step has to tell of each of its passes that went backward."""
+    def samples(self) -> list[tuple[Pass, StepSample, list[BlockSample], dict[Seam, Bytes]]]:
+        """What a traced step has to tell of each of its passes that went backward, and of whose calls none failed; with
+        what was taken at most above what was there at each seam."""
         latest = 0
         if not self.traced or "g" in self.path:  # nor of one through a graph that a backward has made
             return []
@@ -766,8 +779,8 @@ class StepWatch:
             over = self._marks[end].at if end < len(self._marks) else self._stopped
             rates = self._engine.lane_rates() if one.moves else (0.0, 0.0)
             measured = _Measured(one, self._marks[one.at : end], self.windows[one.at : end], over, rates)
-            if measured.went_backward:
-                found.append((one, *measured.samples()))
+            if measured.went_backward and measured.whole:
+                found.append((one, *measured.samples(), measured.rises()))
         return found
 
 
@@ -798,6 +811,21 @@ class _Measured:
         """Whether every block was reached that saved anything: otherwise the graph was not used, or not to its end."""
         calls = self._pass.calls
         return bool(self._reached) and all(n in self._reached for n, call in enumerate(calls) if call.saved_bytes)
+
+    @property
+    def whole(self) -> bool:
+        """Whether every call ended that began: what the model lets fail takes another time what it did not take now."""
+        begun, ended = ({mark.number for mark in self._marks if mark.kind == kind} for kind in ("begins", "ended"))
+        return begun == ended
+
+    def rises(self) -> dict[Seam, Bytes]:
+        """Without those of calls that selected, which is reckoned on top."""
+        found: dict[Seam, Bytes] = {}
+        for mark, window in zip(self._marks, self._windows, strict=True):
+            if mark.kind in ("begins", "reached") and not self._pass.decision.plan.action(mark.number).selects:
+                again = mark.kind == "reached" and self._recomputes(mark.number)
+                found["again" if again else mark.kind, mark.number] = window.peak - window.level
+        return found
 
     def samples(self) -> tuple[StepSample, list[BlockSample]]:
         """Of the step and of all blocks."""
@@ -887,9 +915,9 @@ class _Measured:
             found[number] = self._most(self._reached[number], end) - there - before - saved[number]
         begun = {mark.number: at for at, mark in enumerate(self._marks) if mark.kind == "begins"}
         ended = {mark.number: at for at, mark in enumerate(self._marks) if mark.kind == "ended"}
-        for number, at in begun.items():  # of one that the model let fail, as far as the next mark
+        for number, at in begun.items():
             before = sum(held[:number])
-            forward = self._most(at, ended.get(number, at + 1)) - before - saved[number]
+            forward = self._most(at, ended[number]) - before - saved[number]
             found[number] = max(found[number], forward)
         return found
 

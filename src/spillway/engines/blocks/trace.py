@@ -93,6 +93,11 @@ class AbstractTrace(ABC):
         """What is taken now, above the first mark, where that is told at any moment, by whatever thread; else None."""
         return None
 
+    def guard(self, most: Bytes, lender: object) -> bool:
+        """Have what would be more than so many bytes above the first mark lie elsewhere, uncounted; whether that is
+        done from here on."""
+        return False
+
     @abstractmethod
     def so_far(self) -> list[Window]:
         """The same as `stop`, and the trace goes on."""
@@ -363,6 +368,11 @@ class ArenaTrace(AbstractCounter):
 
     def level(self) -> Bytes:
         return self._look()
+
+    def guard(self, most: Bytes, lender: object) -> bool:
+        if isinstance(lender, arena.OpMemory):
+            self._counted.guard(most, lender)
+        return isinstance(lender, arena.OpMemory)
 
     def died(self, address: int, nbytes: Bytes) -> None:
         self._counted.forget(address)

@@ -125,6 +125,9 @@ class Unwatched(Protocol):
     def counted(self, resident: Bytes) -> Bytes:
         """All that is there between steps, on top of the account."""
 
+    def lent(self) -> Bytes:
+        """A step of another engine has ended that lay here above its budget (`AbstractTrace.guard`): by how much."""
+
     def taken(self) -> tuple[Bytes, Bytes]:
         """The most that the last one had in memory, and the most that it had above the budget."""
 

@@ -148,6 +148,10 @@ class Auto(AbstractBlockMethod):
         surely = self._surely(size, available) if self._bytes.ready else None
         return Decision(Phase.COLLECTING, surely or BlockPlan.nothing_kept(size, available), True)
 
+    def holds(self, size: InputSize, available: Bytes) -> bool:
+        """Whether all that is to be measured of the size was, and its plan stays within so many bytes."""
+        return not self.collects(size) and self.plan(size, available).holds
+
     def _surely(self, size: InputSize, available: Bytes) -> BlockPlan | None:
         """What is kept while something is still to be measured; None where it is not sure that this will fit."""
         cautious = self._bytes.plan(size, int(available * (1 - CAUTION)))

@@ -230,8 +230,13 @@ class SimulatedPlanning(AbstractPlanning):
         """
         created = {sample.block: sample.gradients for sample in blocks}
         forecast = self._forecast(step.size, turn=0, rest=0)
-        gradients = [created.get(block, most) for block, most in enumerate(forecast.gradients)]
-        forecast = replace(forecast, gradients=gradients)
+        if blocks:  # those that it left out took nothing
+            forecast = replace(
+                forecast,
+                saved=[nbytes if block in created else 0 for block, nbytes in enumerate(forecast.saved)],
+                working=[nbytes if block in created else 0 for block, nbytes in enumerate(forecast.working)],
+                gradients=[created.get(block, 0) for block in range(len(forecast.gradients))],
+            )
         by_part = step.turn_peak is not None and step.backward_peak is not None
         turn, rest = outside(
             forecast,
@@ -239,7 +244,7 @@ class SimulatedPlanning(AbstractPlanning):
             step.turn_peak if by_part and step.turn_peak is not None else step.peak,
             step.backward_peak if by_part and step.backward_peak is not None else step.peak,
         )
-        keeps = len(step.recomputed) < len(self._saved)
+        keeps = len(step.recomputed) < (len(blocks) or len(self._saved))
         if not self._turn.measured or not (keeps or step.size in self._turn.measured):
             # Fits to a few collecting steps know less than the bounds themselves.
             return self._turn.bound(step.size, turn, proven=False) | self._rest.bound(step.size, rest, proven=False)
