@@ -101,14 +101,7 @@ def comes_in(life: Life, end: int, ops: int) -> bool:
 
 def during(step: Step, intervals: Iterable[Interval], sizes: Sequence[Bytes]) -> list[Bytes]:
     """Bytes during every op with these intervals gone."""
-    changes = [0] * (len(step.ops) + 1)
-    for storage in step.storages:
-        changes[storage.alive_from] += sizes[storage.id]
-        changes[storage.alive_until] -= sizes[storage.id]
-    for one in intervals:
-        changes[one.start] -= sizes[step.values[one.value].storage]
-        changes[one.end] += sizes[step.values[one.value].storage]
-    return list(accumulate(changes[:-1]))
+    return step.levels(sizes, ((step.values[value].storage, start, end) for value, start, end in intervals))
 
 
 def waited_late(

@@ -35,11 +35,12 @@ from typing import Final, NamedTuple, Self, TypeAlias, final
 
 from spillway.costs.device import Device
 from spillway.errors import BudgetInfeasible
-from spillway.ir import Gap, Host, Plan, Step, StorageId, ValueId
+from spillway.ir import Gap, Host, Plan, StorageId
 from spillway.ir.account import account
-from spillway.ir.lives import lives_of
+from spillway.ir.lives import lives_of, versions_of
 from spillway.ir.timeline import Kind
 from spillway.methods.base import (
+    SMALLEST,
     AbstractPlanner,
     AbstractPolicy,
     Candidate,
@@ -57,10 +58,8 @@ from spillway.pilots.paths import Dynamism
 from spillway.pilots.pilot import AbstractPilot
 from spillway.pilots.program import Group, Program
 from spillway.pilots.simple_pilots import SIMPLE
-from spillway.units import Bytes, KiB, Seconds
+from spillway.units import Bytes, Seconds
 
-SMALLEST: Final[Bytes] = 4 * KiB
-"""Storages below this stay."""
 TIGHTER: Final = 0.9
 """Of the room for two blocks, what is tried next where what stays, or is on its way, was too much."""
 TRIES: Final = 24
@@ -427,7 +426,7 @@ class _Schedule:
         for op in range(touches.ops):
             for storage in storages[starts[op] : starts[op + 1]].tolist():
                 self._touched.setdefault(storage, []).append(op)
-        self._values = _versions(problem.step)
+        self._values = versions_of(problem.step)
         self._away: dict[StorageId, _Away] = {}
         self._present = set[StorageId]()
 
@@ -498,12 +497,3 @@ class _Schedule:
     def _sum(self, storages: Iterable[StorageId]) -> Bytes:
         nbytes = self._nbytes
         return sum([nbytes[one] for one in storages])
-
-
-def _versions(step: Step) -> dict[StorageId, list[tuple[int, ValueId]]]:
-    """Of every storage the ops that create its values, -1 for a source, and the values, in order."""
-    created = {value: op.number for op in step.ops for value in op.creates}
-    found: dict[StorageId, list[tuple[int, ValueId]]] = {}
-    for value in sorted(step.values, key=lambda one: (one.storage, one.version)):
-        found.setdefault(value.storage, []).append((created.get(value.id, -1), value.id))
-    return found

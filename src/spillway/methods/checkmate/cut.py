@@ -31,7 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from math import inf
 from typing import Any, Final, final
 
@@ -101,11 +101,7 @@ def cuts(step: Step, lives: Sequence[Life], allowed: Bytes, *, relaxed: int = RE
 
 def _fullest(step: Step, allowed: Bytes, most: int) -> list[int]:
     """Ops during which the plain step is over the budget: the fullest of as many stretches of the same number."""
-    changes = [0] * (len(step.ops) + 1)
-    for storage in step.storages:
-        changes[storage.alive_from] += storage.nbytes
-        changes[storage.alive_until] -= storage.nbytes
-    levels = list(accumulate(changes[:-1]))
+    levels = step.levels()
     over = [op for op, nbytes in enumerate(levels) if nbytes > allowed]
     stretches = min(most, len(over))
     bounds = [len(over) * part // stretches for part in range(stretches + 1)] if stretches else []

@@ -51,9 +51,9 @@ from spillway.methods.absent_bytes import (
     load_solver,
     waited_late,
 )
-from spillway.methods.base import AbstractPlanner, Problem
+from spillway.methods.base import SMALLEST, AbstractPlanner, Problem
 from spillway.methods.plan_clock import PlanClock
-from spillway.methods.window import SMALLEST, Gone, Window, earlier
+from spillway.methods.window import Gone, Window, earlier
 from spillway.units import Bytes
 
 Gaps: TypeAlias = Literal["window", "least"]
