@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Final
 
 from benchmarks.record import frozen
@@ -124,29 +125,13 @@ def model(name: str, *, blocks: int | None = None) -> tuple[list[Part], Part]:
 
 def problem(parts: Sequence[Part], head: Part, machine: Machine, share: float | None = None) -> BlockProblem:
     """What `auto` is given. `share` is of the way from the floor to the peak of keeping everything; None for all."""
-    blocks = [_block(part, machine) for part in (*parts, head)]
-    made = BlockProblem(
-        blocks=[*blocks[:-1], _only_kept(blocks[-1])], available=0, out_rate=machine.link, in_rate=machine.link
-    )
+    *blocks, last = (_block(part, machine) for part in (*parts, head))
+    blocks.append(replace(last, options=last.options[:1]))
+    made = BlockProblem(blocks=blocks, available=0, out_rate=machine.link, in_rate=machine.link)
     clock = Clock(made)
     most = clock.needed(clock.picked((0,) * len(blocks)))
     least = floor(made)
-    return with_available(made, most if share is None else least + round(share * (most - least)))
-
-
-def with_available(problem: BlockProblem, available: int) -> BlockProblem:
-    """The same under another budget."""
-    return BlockProblem(
-        blocks=problem.blocks, available=available, out_rate=problem.out_rate, in_rate=problem.in_rate,
-        host=problem.host,
-    )  # fmt: skip
-
-
-def _only_kept(block: Block) -> Block:
-    return Block(
-        kind=block.kind, forward=block.forward, backward=block.backward, gradients=block.gradients,
-        options=block.options[:1],
-    )  # fmt: skip
+    return replace(made, available=most if share is None else least + round(share * (most - least)))
 
 
 def _block(part: Part, machine: Machine) -> Block:
@@ -195,8 +180,8 @@ def shaken(problem: BlockProblem, drawn: random.Random, sizes: float, times: flo
         Block(
             kind=number, forward=time(block.forward), backward=time(block.backward), gradients=size(block.gradients),
             options=tuple(
-                Option(
-                    action=option.action, resident=size(option.resident), moved=size(option.moved),
+                replace(
+                    option, resident=size(option.resident), moved=size(option.moved),
                     forward=time(option.forward), backward=time(option.backward),
                     forward_peak=size(option.forward_peak), backward_peak=size(option.backward_peak),
                 )
@@ -205,21 +190,17 @@ def shaken(problem: BlockProblem, drawn: random.Random, sizes: float, times: flo
         )
         for number, block in enumerate(problem.blocks)
     ]  # fmt: skip
-    return BlockProblem(
-        blocks=blocks, available=problem.available, out_rate=problem.out_rate * (1 + drawn.uniform(-times, times)),
-        in_rate=problem.in_rate * (1 + drawn.uniform(-times, times)), host=problem.host,
-    )  # fmt: skip
+    return replace(problem, blocks=blocks, out_rate=time(problem.out_rate), in_rate=time(problem.in_rate))
 
 
 def scaled(problem: BlockProblem, sizes: float, times: float) -> BlockProblem:
     """The same with every number of bytes and of seconds multiplied; what is available stays."""
     blocks = [
-        Block(
-            kind=block.kind, forward=block.forward * times, backward=block.backward * times,
-            gradients=block.gradients,
+        replace(
+            block, forward=block.forward * times, backward=block.backward * times,
             options=tuple(
-                Option(
-                    action=option.action, resident=int(option.resident * sizes), moved=int(option.moved * sizes),
+                replace(
+                    option, resident=int(option.resident * sizes), moved=int(option.moved * sizes),
                     forward=option.forward * times, backward=option.backward * times,
                     forward_peak=int(option.forward_peak * sizes), backward_peak=int(option.backward_peak * sizes),
                 )
@@ -228,7 +209,4 @@ def scaled(problem: BlockProblem, sizes: float, times: float) -> BlockProblem:
         )
         for block in problem.blocks
     ]  # fmt: skip
-    return BlockProblem(
-        blocks=blocks, available=problem.available, out_rate=problem.out_rate, in_rate=problem.in_rate,
-        host=problem.host,
-    )  # fmt: skip
+    return replace(problem, blocks=blocks)

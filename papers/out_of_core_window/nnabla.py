@@ -18,11 +18,18 @@ from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, final
 
 from spillway.costs import Device
-from spillway.errors import DeviceFullError, EngineError
+from spillway.errors import DeviceFullError
 from spillway.ir import Gap, Plan, Step
 from spillway.ir.account import comes_back
 from spillway.ir.lives import Life, lives_of
-from spillway.simulation.allocators import AbstractAllocator, BestFit, Block, rounded_up
+from spillway.simulation.allocators import (
+    AbstractAllocator,
+    AbstractPools,
+    BestFit,
+    Block,
+    ChunkAllocator,
+    rounded_up,
+)
 from spillway.units import Bytes, KiB, MiB, Seconds
 
 
@@ -210,7 +217,7 @@ MOST_REST: Final[Bytes] = 128 * MiB
 
 
 @final
-class BucketAllocator(AbstractAllocator):
+class BucketAllocator(AbstractPools):
     """NNabla's caching allocator: the smallest free block that fits, split where enough is left over.
 
     A new piece of memory is taken from the device for what fits nowhere; where the device has none, pieces in which
@@ -218,42 +225,12 @@ class BucketAllocator(AbstractAllocator):
     """
 
     def __init__(self, limit: Bytes) -> None:
-        super().__init__(limit)
-        self._small = BestFit(least_rest=SMALL_ROUNDING)
-        self._large = BestFit(least_rest=SMALL)
-        self._top = 0
+        super().__init__(limit, small=BestFit(least_rest=SMALL_ROUNDING), large=BestFit(least_rest=SMALL))
 
-    def allocate(self, nbytes: Bytes) -> Block:
-        """A block of one of the two pools."""
+    def _place_of(self, nbytes: Bytes) -> tuple[BestFit, Bytes, Bytes]:
         small = nbytes < SMALL
         rounded = rounded_up(nbytes, SMALL_ROUNDING if small else LARGE_ROUNDING)
-        pool = self._small if small else self._large
-        block = pool.take(rounded)
-        if block is None:
-            self._take_from_device(pool, rounded, nbytes)
-            block = pool.take(rounded)
-        if block is None:
-            raise EngineError(f"A new piece of memory has no room for {nbytes} bytes.")
-        block.asked = nbytes
-        self.allocated += nbytes
-        return block
-
-    def free(self, token: Block) -> None:
-        """The block stays in its pool."""
-        self.allocated -= token.asked
-        token.pool.free(token)
-
-    def _take_from_device(self, pool: BestFit, rounded: Bytes, asked: Bytes) -> None:
-        limit = self.limit or 0
-        if self.reserved + rounded > limit:
-            for each in (self._small, self._large):
-                self.reserved -= sum(each.remove_whole(block) for block in each.whole_segments())
-        if self.reserved + rounded > limit:
-            raise self._full(asked)
-        pool.add(self._top, rounded)
-        self._top += rounded
-        self.reserved += rounded
-        self._note_peak()
+        return self._small if small else self._large, rounded, rounded
 
 
 @final
@@ -274,9 +251,7 @@ class OneRegion(AbstractAllocator):
         block = self._blocks.take(rounded, min(rounded, MOST_REST))
         if block is None:
             raise self._full(nbytes)
-        block.asked = nbytes
-        self.allocated += nbytes
-        return block
+        return self._given(block, nbytes)
 
     def free(self, token: Block) -> None:
         """The block is part of the region again."""
@@ -294,10 +269,7 @@ class WholeChunks(AbstractAllocator):
 
     def __init__(self, limit: Bytes, chunk: Bytes, exempt: Bytes = 0) -> None:
         super().__init__(limit)
-        self._chunk = chunk
-        self._exempt = exempt
-        self._shared = BestFit(least_rest=SMALL_ROUNDING)
-        self._top = 0
+        self._chunks = ChunkAllocator(limit, chunk, shared=exempt - 1)
         self._arrays = 0
         self.most_arrays = 0
         """The most there were at once: N_max (eq. 2)."""
@@ -306,43 +278,17 @@ class WholeChunks(AbstractAllocator):
 
     def allocate(self, nbytes: Bytes) -> Block | Bytes:
         """The token is a block of a shared chunk, or the size of what has its own."""
-        token: Block | Bytes = nbytes
-        if nbytes < self._exempt:
-            token = self._in_shared(rounded_up(nbytes, SMALL_ROUNDING), nbytes)
-        else:
-            self._take(rounded_up(nbytes, self._chunk), nbytes)
-        self.allocated += nbytes
-        self._arrays += 1
+        token = self._chunks.allocate(nbytes)
+        self._count(1)
         self.most_arrays = max(self.most_arrays, self._arrays)
         self.most_lost = max(self.most_lost, self.reserved - self.allocated)
         return token
 
     def free(self, token: Block | Bytes) -> None:
         """Chunks in which nothing is in use are anybody's."""
-        self._arrays -= 1
-        if not isinstance(token, Block):
-            self.allocated -= token
-            self.reserved -= rounded_up(token, self._chunk)
-            return
-        self.allocated -= token.asked
-        block = self._shared.free(token)
-        if block.whole:
-            self.reserved -= self._shared.remove_whole(block)
+        self._chunks.free(token)
+        self._count(-1)
 
-    def _in_shared(self, rounded: Bytes, asked: Bytes) -> Block:
-        block = self._shared.take(rounded)
-        if block is None:
-            self._take(self._chunk, asked)
-            self._shared.add(self._top, self._chunk)
-            self._top += self._chunk
-            block = self._shared.take(rounded)
-        if block is None:
-            raise EngineError(f"A new chunk has no room for {asked} bytes.")
-        block.asked = asked
-        return block
-
-    def _take(self, nbytes: Bytes, asked: Bytes) -> None:
-        if self.reserved + nbytes > (self.limit or 0):
-            raise self._full(asked)
-        self.reserved += nbytes
-        self._note_peak()
+    def _count(self, arrays: int) -> None:
+        self._arrays += arrays
+        self.reserved, self.allocated = self._chunks.reserved, self._chunks.allocated

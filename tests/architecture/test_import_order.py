@@ -37,7 +37,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("cli",),
     ("__main__",),
 )
-COMMON = ("absent_bytes", "actions", "base", "by_block", "plan_clock", "registry")
+COMMON = ("absent_bytes", "actions", "base", "by_block", "linear_program", "plan_clock", "registry")
 """What methods of the two engines have in common, what may become of a block, what planners reckon of absent bytes and
 of seconds, and the list of them."""
 NEED_TORCH = (

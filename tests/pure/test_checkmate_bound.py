@@ -148,12 +148,12 @@ def test_a_bound_that_asks_for_too_much_is_found_out(fault: str, monkeypatch: py
 
     def twice(self: cut_module._Program) -> None:
         memory(self)
-        terms, low, high = self._rows[-1]
-        self._rows[-1] = ([(one, 1.5 * factor) for one, factor in terms], low, high)
+        self._program._factors = [1.5 * factor for factor in self._program._factors]  # of the only row as yet
 
     def all_again(self: cut_module._Program) -> None:
         correct(self)
-        self._rows += [([(one, 1.0)], 1.0, inf) for one in list(self._run.values())[:1]]
+        for one in list(self._run.values())[:1]:
+            self._program.row((one, 1.0), least=1.0)
 
     monkeypatch.setattr(cut_module._Program, *(("_memory", twice) if fault == "given" else ("_correct", all_again)))
     assert any(bound(step, allowed) > best * (1 + 1e-6) for _, step, allowed, best in tried(range(60)))

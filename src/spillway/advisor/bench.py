@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Final, final
 
 from spillway.ir.reading import read_fields
@@ -45,10 +45,7 @@ class Trial:
 
     def to_json(self) -> dict[str, Any]:
         """The trial as JSON can hold it."""
-        return {
-            "method": self.method, "size": self.size, "peak": self.peak, "seconds": self.seconds,
-            "by_kind": dict(self.by_kind), "before_update": self.before_update,
-        }  # fmt: skip
+        return asdict(self)
 
     @classmethod
     def from_json(cls, data: Any) -> Trial:

@@ -168,16 +168,9 @@ class SimulatedBench(AbstractBench):
 
 def _fullest(step: Step) -> tuple[Bytes, Mapping[str, Bytes]]:
     """The peak of a step from which nothing is missing, and what it is made of."""
-    changes = [0] * (len(step.ops) + 1)
-    for storage in step.storages:
-        changes[storage.alive_from] += storage.nbytes
-        changes[storage.alive_until] -= storage.nbytes
-    level, peak, fullest = 0, 0, 0
-    for op in range(len(step.ops)):
-        level += changes[op]
-        if level > peak:
-            peak, fullest = level, op
-    kinds: Counter[str] = Counter()
+    levels = step.levels() or [0]
+    peak = max(levels)
+    fullest, kinds = levels.index(peak), Counter[str]()
     for storage in step.storages:
         if storage.alive_from <= fullest < storage.alive_until:
             kinds[_KINDS.get(storage.kind, "other")] += storage.nbytes

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import final
 
-from spillway.ir.step import Phase, Step, ValueId
+from spillway.ir.step import Phase, Step, StorageId, ValueId
 from spillway.ir.timeline import Kind
 
 
@@ -64,6 +64,27 @@ def lives_of(step: Step) -> list[Life]:
         for value in step.values
         for storage in (step.storages[value.storage],)
     ]
+
+
+def versions_of(step: Step) -> dict[StorageId, list[tuple[int, ValueId]]]:
+    """Of every storage the ops that create its values, -1 for a source, and the values, in order."""
+    created = {value: op.number for op in step.ops for value in op.creates}
+    found: dict[StorageId, list[tuple[int, ValueId]]] = {}
+    for value in sorted(step.values, key=lambda one: (one.storage, one.version)):
+        found.setdefault(value.storage, []).append((created.get(value.id, -1), value.id))
+    return found
+
+
+def forwards_of(step: Step) -> list[tuple[int, ...]]:
+    """The forward ops of every micro-batch: stretches that are followed by a backward op before the next one."""
+    found, ops = list[tuple[int, ...]](), list[int]()
+    for op in step.ops:
+        if op.phase is Phase.FORWARD:
+            ops.append(op.number)
+        elif op.phase is Phase.BACKWARD and ops:
+            found.append(tuple(ops))
+            ops = []
+    return found
 
 
 def idle_intervals(life: Life, ops: int) -> Iterator[tuple[int, int]]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
-from typing import Final
+from dataclasses import dataclass, replace
+from typing import Final, final
 
 from spillway.ir.lives import Kept, Life
 from spillway.ir.plan import Gap, Recompute
@@ -32,14 +32,39 @@ def recipe(
     the gap holds it, where it begins in time for that. With `inside`, ops that are not among these run again only where
     what they made cannot be held either: a block is recomputed from what it was called with.
     """
-    ops: set[int] = set()
-    held: set[ValueId] = set()
-    wanted = [value]
+    found = way_back(value, start, end, step=step, lives=lives, present=present, inside=inside)
+    return None if found is None else found.home([value], step)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class WayBack:
+    """How a value comes back."""
+
+    ops: tuple[int, ...]
+    """That run again, in order."""
+    held: tuple[ValueId, ...]
+    """What a gap has to hold for them beyond its death."""
+    touched: frozenset[ValueId]
+    """All that was asked for, and what the ops make."""
+
+    def home(self, values: Sequence[ValueId], step: Step) -> Recompute:
+        """The recipe, of a replay that brings these values back."""
+        return Recompute(ops=self.ops, held=self.held, temporaries=temporaries(values, self.ops, step))
+
+
+def way_back(
+    value: ValueId, start: int, end: int, *, step: Step, lives: Sequence[Life], present: Callable[[ValueId], bool],
+    inside: Collection[int] | None = None,
+) -> WayBack | None:  # fmt: skip
+    """As `recipe` says, without its bytes."""
+    ops, held, touched, wanted = set[int](), set[ValueId](), {value}, [value]
     while wanted:
         number = wanted.pop()
         life = lives[number]
         if life.created in ops:
             continue
+        touched.add(number)
         if number != value and life.readable(end) and present(number):
             continue
         outside = inside is not None and life.created not in inside
@@ -47,6 +72,7 @@ def recipe(
             held.add(number)
         elif life.created >= 0 and step.ops[life.created].replayable:
             ops.add(life.created)
+            touched.update(step.ops[life.created].creates)
             wanted += step.ops[life.created].reads
         elif number != value and _can_be_held(life, start, end):
             held.add(number)
@@ -54,10 +80,8 @@ def recipe(
             return None
         if len(ops) > LONGEST:
             return None
-    order = tuple(sorted(ops))
-    created = {v for op in order for v in step.ops[op].creates}
-    kept = tuple(sorted(held - created))
-    return Recompute(ops=order, held=kept, temporaries=temporaries([value], order, step))
+    created = {v for op in ops for v in step.ops[op].creates}
+    return WayBack(tuple(sorted(ops)), tuple(sorted(held - created)), frozenset(touched))
 
 
 def together(

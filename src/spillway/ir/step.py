@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import accumulate
@@ -174,13 +174,28 @@ class Step:
         _check_ops(self)
         _check_saved(self)
 
-    def plain_peak(self) -> Bytes:
-        """The most bytes alive during any op: what the step needs if nothing leaves memory; 0 if it has no op."""
+    def levels(
+        self, sizes: Sequence[Bytes] | None = None, gone: Iterable[tuple[StorageId, int, int]] = ()
+    ) -> list[Bytes]:
+        """Bytes alive during every op.
+
+        Args:
+            sizes: What each storage counts as, where that is not its bytes.
+            gone: Storages that are not there during half-open intervals of ops.
+        """
+        sizes = [storage.nbytes for storage in self.storages] if sizes is None else sizes
         changes = [0] * (len(self.ops) + 1)
         for storage in self.storages:
-            changes[storage.alive_from] += storage.nbytes
-            changes[storage.alive_until] -= storage.nbytes
-        return max(list(accumulate(changes))[:-1], default=0)
+            changes[storage.alive_from] += sizes[storage.id]
+            changes[storage.alive_until] -= sizes[storage.id]
+        for number, start, end in gone:
+            changes[start] -= sizes[number]
+            changes[end] += sizes[number]
+        return list(accumulate(changes[:-1]))
+
+    def plain_peak(self) -> Bytes:
+        """The most bytes alive during any op: what the step needs if nothing leaves memory; 0 if it has no op."""
+        return max(self.levels(), default=0)
 
     def digest(self) -> str:
         """SHA-256 in hexadecimal of what a plan stands on: not of costs, which may change under it, nor of names."""

@@ -32,13 +32,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import inf
-from typing import Any, Final, NamedTuple, TypeAlias, final
+from typing import Final, NamedTuple, TypeAlias, final
 
 from spillway.costs.device import Device
-from spillway.errors import UsageError
 from spillway.ir import Recompute, Step
 from spillway.ir.lives import Life, idle_intervals
 from spillway.ir.step import StorageId, ValueId
+from spillway.methods.linear_program import LinearProgram
 from spillway.units import Bytes, Seconds
 
 UNIT: Final = 1e9
@@ -101,14 +101,7 @@ def comes_in(life: Life, end: int, ops: int) -> bool:
 
 def during(step: Step, intervals: Iterable[Interval], sizes: Sequence[Bytes]) -> list[Bytes]:
     """Bytes during every op with these intervals gone."""
-    changes = [0] * (len(step.ops) + 1)
-    for storage in step.storages:
-        changes[storage.alive_from] += sizes[storage.id]
-        changes[storage.alive_until] -= sizes[storage.id]
-    for one in intervals:
-        changes[one.start] -= sizes[step.values[one.value].storage]
-        changes[one.end] += sizes[step.values[one.value].storage]
-    return list(accumulate(changes[:-1]))
+    return step.levels(sizes, ((step.values[value].storage, start, end) for value, start, end in intervals))
 
 
 def waited_late(
@@ -147,7 +140,7 @@ def fewest_bytes(
         ArithmeticError: An op alone needs more than is allowed.
         UsageError: SciPy is not there.
     """
-    ops, program = len(step.ops), _Program()
+    ops, program = len(step.ops), LinearProgram()
     clock = list(accumulate((op.seconds or 0.0 for op in step.ops), initial=0.0))
     over = [(there - allowed) / UNIT for there in during(step, (), sizes)]
     rows = _differences(program, [program.variable(lower=max(nbytes, 0.0)) for nbytes in over])
@@ -159,73 +152,20 @@ def fewest_bytes(
         shares[gone] = share = program.variable(cost=costs[gone] + nbytes * tie * (1.0 - long), upper=1.0)
         for one in gone:
             _change(program, rows, one.start, one.end, share, nbytes)
-    found = program.solved()
+    found = _solved(program)
     back = sum(found[share] * costs[gone] for gone, share in shares.items()) * UNIT
     return {gone: found[share] for gone, share in shares.items()}, back
 
 
-@final
-class _Program:
-    """A linear program as it is written down, by variables and rows."""
-
-    def __init__(self) -> None:
-        self._cost: list[float] = []
-        self._lower: list[float] = []
-        self._upper: list[float] = []
-        self._rows: list[int] = []
-        self._columns: list[int] = []
-        self._factors: list[float] = []
-        self._least: list[float] = []
-        self._most: list[float] = []
-
-    def variable(self, *, cost: float = 0.0, lower: float = 0.0, upper: float = inf) -> int:
-        """A new one, by its number."""
-        self._cost.append(cost)
-        self._lower.append(lower)
-        self._upper.append(upper)
-        return len(self._cost) - 1
-
-    def row(self, *terms: tuple[int, float], least: float = -inf, most: float = inf) -> int:
-        """A new one, by its number."""
-        self._least.append(least)
-        self._most.append(most)
-        for variable, factor in terms:
-            self.add(len(self._least) - 1, variable, factor)
-        return len(self._least) - 1
-
-    def add(self, row: int, variable: int, factor: float) -> None:
-        """One more term of a row."""
-        self._rows.append(row)
-        self._columns.append(variable)
-        self._factors.append(factor)
-
-    def solved(self) -> list[float]:
-        """The variables at the optimum. Raises ArithmeticError if there is none."""
-        optimize, sparse = load_solver("the improved window")
-        shape = (len(self._least), len(self._cost))
-        matrix = sparse.csr_matrix((self._factors, (self._rows, self._columns)), shape=shape)
-        found = optimize.milp(
-            self._cost, bounds=optimize.Bounds(self._lower, self._upper),
-            constraints=optimize.LinearConstraint(matrix, self._least, self._most),
-        )  # fmt: skip
-        if found.x is None:
-            raise ArithmeticError(f"The linear program has no optimum: {found.message}")
-        return [float(number) for number in found.x]
+def _solved(program: LinearProgram) -> list[float]:
+    """The variables at the optimum. Raises ArithmeticError if there is none."""
+    found = program.solve("the improved window")
+    if found.x is None:
+        raise ArithmeticError(f"The linear program has no optimum: {found.message}")
+    return [float(number) for number in found.x]
 
 
-def load_solver(what: str) -> tuple[Any, Any]:
-    """SciPy's optimizers and sparse matrices. Raises UsageError with the command that installs them."""
-    try:
-        from scipy import optimize, sparse
-    except ImportError as error:
-        raise UsageError(
-            f"{what[:1].upper()}{what[1:]} needs SciPy, which is not installed: pip install 'torch-spillway[plan]' "
-            "adds it."
-        ) from error
-    return optimize, sparse
-
-
-def _differences(program: _Program, sums: Sequence[int]) -> list[int]:
+def _differences(program: LinearProgram, sums: Sequence[int]) -> list[int]:
     """A row for every sum, which is the one before and what is added to the row."""
     before: list[int | None] = [None, *sums[:-1]]
     return [
@@ -234,7 +174,7 @@ def _differences(program: _Program, sums: Sequence[int]) -> list[int]:
     ]
 
 
-def _change(program: _Program, rows: Sequence[int], start: int, end: int, variable: int, amount: float) -> None:
+def _change(program: LinearProgram, rows: Sequence[int], start: int, end: int, variable: int, amount: float) -> None:
     """The variable, so many times, is in the sums from `start` up to `end`."""
     program.add(rows[start], variable, -amount)
     if end < len(rows):
@@ -258,7 +198,7 @@ class _Seconds:
         self._step, self._lives, self._sizes, self._rate = step, lives, sizes, device.in_per_second
         there = during(step, (), sizes)
         self._ops, seconds = _moments(step, there)
-        self.program = program = _Program()
+        self.program = program = LinearProgram()
         self.lasting = [program.variable(cost=1.0, lower=least) for least in seconds]
         self.replaying = [
             program.row((one, 1.0), least=least) for one, least in zip(self.lasting, seconds, strict=True)
@@ -366,6 +306,6 @@ def fewest_seconds(
         made.recompute(value)
     for value, replay in replays.items():
         made.replay(value, replay, of)
-    found = made.program.solved()
+    found = _solved(made.program)
     shares = {value: found[share] for value, share in made.recomputed.items()}
     return shares, sum(found[one] for one in made.lasting)

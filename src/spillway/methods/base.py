@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Literal, NamedTuple, Protocol, TypeAlias
+from typing import Final, Literal, NamedTuple, Protocol, TypeAlias
 
 from spillway.costs.device import Device
 from spillway.errors import BudgetInfeasible
@@ -18,7 +18,10 @@ from spillway.ir import Gap, Plan, Step
 from spillway.ir.account import account
 from spillway.ir.lives import Life
 from spillway.ir.step import ValueId
-from spillway.units import Bytes, Seconds
+from spillway.units import Bytes, KiB, Seconds
+
+SMALLEST: Final[Bytes] = 4 * KiB
+"""Storages below this stay in plans that move: the engines do not move them either."""
 
 
 class Candidate(Protocol):

@@ -27,19 +27,21 @@ The policy differs from the paper in:
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
+from math import inf
 from os import PathLike
 from typing import Final, NamedTuple, Self, TypeAlias, final
 
 from spillway.costs.device import Device
 from spillway.errors import BudgetInfeasible
-from spillway.ir import Gap, Host, Plan, Step, StorageId, ValueId
+from spillway.ir import Gap, Host, Plan, StorageId
 from spillway.ir.account import account
-from spillway.ir.lives import lives_of
+from spillway.ir.lives import lives_of, versions_of
 from spillway.ir.timeline import Kind
 from spillway.methods.base import (
+    SMALLEST,
     AbstractPlanner,
     AbstractPolicy,
     Candidate,
@@ -52,15 +54,13 @@ from spillway.methods.base import (
 )
 from spillway.pilots.course import Course
 from spillway.pilots.decisions import DecisionPilot
-from spillway.pilots.execution_blocks import Cuts, Touches, keeping_blocks, largest_op, max_fill, search_blocks
+from spillway.pilots.execution_blocks import Cuts, Touches, Uses, keeping_blocks, largest_op, max_fill, search_blocks
 from spillway.pilots.paths import Dynamism
 from spillway.pilots.pilot import AbstractPilot
 from spillway.pilots.program import Group, Program
 from spillway.pilots.simple_pilots import SIMPLE
-from spillway.units import Bytes, KiB, Seconds
+from spillway.units import Bytes, Seconds
 
-SMALLEST: Final[Bytes] = 4 * KiB
-"""Storages below this stay."""
 TIGHTER: Final = 0.9
 """Of the room for two blocks, what is tried next where what stays, or is on its way, was too much."""
 TRIES: Final = 24
@@ -418,16 +418,12 @@ class _Schedule:
         self._until: list[int] = touches.until.tolist()
         self._clock = list(accumulate(touches.seconds.tolist(), initial=0.0))
         starts, storages = touches.starts, touches.storages
-        self._blocks = [set(storages[starts[i] : starts[j]].tolist()) for i, j in pairwise(cuts)]
-        self._uses: dict[StorageId, list[int]] = {}
-        for number in reversed(range(len(self._blocks))):
-            for storage in self._blocks[number]:
-                self._uses.setdefault(storage, []).append(number)
+        self._uses = Uses(touches, cuts)
         self._touched: dict[StorageId, list[int]] = {}
         for op in range(touches.ops):
             for storage in storages[starts[op] : starts[op + 1]].tolist():
                 self._touched.setdefault(storage, []).append(op)
-        self._values = _versions(problem.step)
+        self._values = versions_of(problem.step)
         self._away: dict[StorageId, _Away] = {}
         self._present = set[StorageId]()
 
@@ -436,12 +432,11 @@ class _Schedule:
         yield from ()
         there = {one.id for one in self._step.storages if one.present_at_start}
         self._present = set(there)
-        for storage in self._leaving(set(), self._blocks[0] if self._blocks else set(), -1):
+        for storage in self._leaving(set(), self._uses.following(-1), -1):
             self._away[storage] = _Away(0, -1)
             self._present.discard(storage)
-        for number, block in enumerate(self._blocks):
-            following = self._blocks[number + 1] if number + 1 < len(self._blocks) else set[StorageId]()
-            yield from self._during(number, block, following)
+        for number, block in enumerate(self._uses.blocks):
+            yield from self._during(number, block, self._uses.following(number))
         for storage, away in self._away.items():
             yield from self._gap(storage, away, min(self._until[storage], len(self._step.ops)))
 
@@ -465,25 +460,8 @@ class _Schedule:
 
     def _leaving(self, block: set[StorageId], following: set[StorageId], number: int) -> list[StorageId]:
         free = [one for one in self._present - block - following if self._nbytes[one] >= SMALLEST]
-        last = len(self._blocks)
-        free.sort(key=lambda one: (-(last if (use := self._next(one, number)) is None else use), one))
-        if self._double_buffer:
-            return free
-        wanted = self._sum(self._present | block | following) - self._room
-        chosen = list[StorageId]()
-        for storage in free:
-            if wanted <= 0:
-                break
-            chosen.append(storage)
-            wanted -= self._nbytes[storage]
-        return chosen
-
-    def _next(self, storage: StorageId, number: int) -> int | None:
-        """The block after that one which touches it."""
-        uses = self._uses.get(storage, [])
-        while uses and uses[-1] <= number:
-            uses.pop()
-        return uses[-1] if uses else None
+        wanted = self._uses.nbytes(self._present | block | following) - self._room
+        return self._uses.last_used(free, number, inf if self._double_buffer else wanted)
 
     def _op_at(self, moment: Seconds, begins: int, ends: int) -> int:
         return bisect_left(self._clock, moment, begins, ends)
@@ -494,16 +472,3 @@ class _Schedule:
             held = self._values[storage]
             value = held[bisect_left(held, (away.used + 1, -1)) - 1][1]
             yield Gap(value=value, start=away.start, end=end, home=Host())
-
-    def _sum(self, storages: Iterable[StorageId]) -> Bytes:
-        nbytes = self._nbytes
-        return sum([nbytes[one] for one in storages])
-
-
-def _versions(step: Step) -> dict[StorageId, list[tuple[int, ValueId]]]:
-    """Of every storage the ops that create its values, -1 for a source, and the values, in order."""
-    created = {value: op.number for op in step.ops for value in op.creates}
-    found: dict[StorageId, list[tuple[int, ValueId]]] = {}
-    for value in sorted(step.values, key=lambda one: (one.storage, one.version)):
-        found.setdefault(value.storage, []).append((created.get(value.id, -1), value.id))
-    return found

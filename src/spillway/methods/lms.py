@@ -47,11 +47,8 @@ from spillway.ir.account import account
 from spillway.ir.lives import lives_of
 from spillway.ir.timeline import Kind
 from spillway.methods.absent_bytes import Interval, during, waited_late
-from spillway.methods.base import AbstractPlanner, Problem
-from spillway.units import Bytes, KiB
-
-SMALLEST: Final[Bytes] = 4 * KiB
-"""Storages below this stay: the engines do not move them either."""
+from spillway.methods.base import SMALLEST, AbstractPlanner, Problem
+from spillway.units import Bytes
 
 SHARE: Final = 0.9
 """Of memory, what the public code's search makes use of."""

@@ -31,6 +31,8 @@ from typing import Self, final, get_args
 
 from spillway.errors import UsageError
 from spillway.ir import Gap, Packed, Plan, Recompute, Step, StorageId, StorageInfo
+from spillway.ir.account import account, comes_back
+from spillway.ir.lives import lives_of
 from spillway.ir.timeline import Kind
 from spillway.methods.base import (
     AbstractPlanner,
@@ -305,22 +307,18 @@ class _Gaps:
     """A plan's gaps by when they begin and end, and the bytes that the plan has at every moment."""
 
     def __init__(self, plan: Plan, step: Step) -> None:
-        self._step = step
-        self._projected = plan.projected
-        self._creator = {value: op.number for op in step.ops for value in op.creates}
-        readers = {(value, op.number) for op in step.ops for value in op.reads}
+        self._step, self._plan, self._lives = step, plan, lives_of(step)
         self.starting: dict[int, list[Gap]] = defaultdict(list)
         self.ending: dict[int, list[Gap]] = defaultdict(list)
         self.coming_back: set[Gap] = set()
         """Gaps at whose end the value is there again. Nobody has looked whether the others could be recomputed."""
-        written = self._written()
         for gap in plan.gaps:
             self.starting[gap.start].append(gap)
-            if (gap.value, gap.end) in readers or self._comes_back(gap, written.get(gap.value)):
+            if comes_back(gap, self._lives[gap.value], len(step.ops)):
                 self.ending[gap.end].append(gap)
                 self.coming_back.add(gap)
         for gaps in self.ending.values():  # moved values first, then every recomputed one after what it may need
-            gaps.sort(key=lambda gap: self._creator.get(gap.value, -1) if isinstance(gap.home, Recompute) else -2)
+            gaps.sort(key=lambda gap: self._lives[gap.value].created if isinstance(gap.home, Recompute) else -2)
 
     def storage_of(self, gap: Gap) -> StorageId:
         """The storage whose bytes are gone."""
@@ -332,8 +330,7 @@ class _Gaps:
         moved = (gap for gaps in self.starting.values() for gap in gaps if not isinstance(gap.home, Recompute))
         for gap in sorted(moved, key=lambda gap: -gap.start):
             free = min(free, clock[gap.start]) - ahead * self._one_way(view, gap)
-            first = self._creator.get(gap.value, -1) + 1
-            op = max(bisect_right(clock, free) - 1, first)
+            op = max(bisect_right(clock, free) - 1, self._lives[gap.value].created + 1)
             if op < gap.start:
                 yield gap, op
 
@@ -377,7 +374,7 @@ class _Gaps:
                     continue
                 free = min(free, clock[end]) - ahead * self._one_way(view, gap)
                 nbytes, op = self._step.storages[self.storage_of(gap)].nbytes, end
-                while op - 1 > gap.start and clock[op] > free and level[op - 1] + nbytes <= self._projected:
+                while op - 1 > gap.start and clock[op] > free and level[op - 1] + nbytes <= self._plan.projected:
                     op -= 1
                     level[op] += nbytes
                 free = clock[op]  # what comes back before this has to be there by then
@@ -391,74 +388,7 @@ class _Gaps:
         """Before every op, and after the last, how long the ops before it take."""
         return list(accumulate((op.seconds or 0.0 for op in self._step.ops), initial=0.0))
 
-    def _written(self) -> dict[int, int]:
-        """Of every value that is written over, by which op."""
-        created = {(self._step.values[v].storage, self._step.values[v].version): op for v, op in self._creator.items()}
-        following = ((v.id, created.get((v.storage, v.version + 1))) for v in self._step.values)
-        return {value: op for value, op in following if op is not None}
-
-    def _dies(self, storage: StorageId) -> int:
-        info = self._step.storages[storage]
-        return len(self._step.ops) + 1 if info.present_at_end else info.alive_until
-
-    def _comes_back(self, gap: Gap, written: int | None) -> bool:
-        """Whether a value that op `end` does not read is there again all the same."""
-        ends = min(self._dies(self.storage_of(gap)), len(self._step.ops) + 2 if written is None else written)
-        if gap.end == len(self._step.ops):
-            return isinstance(gap.home, Recompute) and gap.end < ends
-        return gap.end < ends
-
     def _levels(self) -> list[Bytes]:
-        """Bytes of the plan at every op at most: before it, with the temporaries of a replay, and during it. As
-        `ir.verify` counts them."""
-        ops, storages = len(self._step.ops), self._step.storages
-        during, before = _Sum(ops + 1), _Sum(ops + 1)
-        for info in storages:
-            during.add(info.alive_from, info.alive_until, info.nbytes)
-            before.add(0 if info.present_at_start else info.alive_from + 1, self._dies(info.id), info.nbytes)
-        held: dict[StorageId, list[tuple[int, int]]] = defaultdict(list)
-        temporaries = [0] * (ops + 2)
-        back = self.coming_back
-        for gap in (gap for gaps in self.starting.values() for gap in gaps):
-            nbytes = storages[self.storage_of(gap)].nbytes
-            during.add(gap.start, gap.end, -nbytes)
-            before.add(gap.start, gap.end + (gap not in back and gap.end < self._dies(self.storage_of(gap))), -nbytes)
-            if isinstance(gap.home, Recompute):
-                temporaries[gap.end] = max(temporaries[gap.end], gap.home.temporaries if gap in back else 0)
-                for value in gap.home.held:
-                    held[self._step.values[value].storage].append((gap.start, gap.end))
-        for storage, intervals in held.items():
-            for start, end in _united(intervals):
-                during.add(max(start, self._dies(storage)), end, storages[storage].nbytes)
-                before.add(max(start, self._dies(storage)), end + 1, storages[storage].nbytes)
-        with_replays = [nbytes + more for nbytes, more in zip(before.levels(), temporaries, strict=False)]
-        return [max(pair) for pair in zip(during.levels(), with_replays, strict=True)]
-
-
-@final
-class _Sum:
-    """A sum of intervals."""
-
-    def __init__(self, length: int) -> None:
-        self._changes = [0] * (length + 1)
-
-    def add(self, start: int, end: int, amount: int) -> None:
-        """In the half-open interval; an empty one adds nothing."""
-        last = len(self._changes) - 1
-        if start < end:
-            self._changes[min(start, last)] += amount
-            self._changes[min(end, last)] -= amount
-
-    def levels(self) -> list[int]:
-        """At every place."""
-        return list(accumulate(self._changes))[:-1]
-
-
-def _united(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    united: list[tuple[int, int]] = []
-    for start, end in sorted(intervals):
-        if united and start <= united[-1][1]:
-            united[-1] = (united[-1][0], max(end, united[-1][1]))
-        else:
-            united.append((start, end))
-    return united
+        """Bytes of the plan at every op at most: before it, with the temporaries of a replay, and during it."""
+        counted = account(self._step, self._plan.gaps, self._lives)
+        return list(map(max, zip((*counted.during, 0), counted.before, strict=True)))

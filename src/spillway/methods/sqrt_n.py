@@ -26,9 +26,9 @@ from math import isqrt, sqrt
 from typing import Final, Literal, Self, final
 
 from spillway.errors import UsageError
-from spillway.ir import Gap, Phase, Plan, Step
+from spillway.ir import Gap, Plan, Step
 from spillway.ir.account import account
-from spillway.ir.lives import Kept, Life, kept_for_backward, lives_of
+from spillway.ir.lives import Kept, Life, forwards_of, kept_for_backward, lives_of
 from spillway.ir.recipes import together
 from spillway.ir.step import StorageId, ValueId
 from spillway.ir.timeline import Kind
@@ -69,7 +69,7 @@ class SqrtN(AbstractPlanner):
     def plan(self, problem: Problem) -> Plan:
         """The plan with these checkpoints. Raises BudgetInfeasible if it needs more than is allowed."""
         step, lives = problem.step, lives_of(problem.step)
-        forwards = [_Forward.of(step, lives, ops) for ops in _forwards(step)]
+        forwards = [_Forward.of(step, lives, ops) for ops in forwards_of(step)]
         choices = [self._by_count(forwards)] if self.choose == "count" else self._by_bytes(forwards)
         tried = (
             [gap for forward, at in zip(forwards, cuts, strict=True) for gap in forward.gaps(at)] for cuts in choices
@@ -99,21 +99,6 @@ class SqrtN(AbstractPlanner):
         return [[forward.cuts_after(nbytes) for forward in forwards] for nbytes in tried]
 
 
-def _forwards(step: Step) -> list[list[int]]:
-    """The forward ops of every micro-batch: stretches that are followed by a backward op before the next one."""
-    found: list[list[int]] = [[]]
-    closed = False
-    for op in step.ops:
-        if op.phase is Phase.FORWARD:
-            if closed:
-                found.append([])
-            found[-1].append(op.number)
-            closed = False
-        elif op.phase is Phase.BACKWARD:
-            closed = True
-    return found
-
-
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Forward:
@@ -121,7 +106,7 @@ class _Forward:
 
     step: Step
     lives: Sequence[Life]
-    ops: list[int]
+    ops: Sequence[int]
     candidates: list[int]
     """The ops after which it may be cut, in order."""
     kept: list[Kept]
@@ -132,7 +117,7 @@ class _Forward:
     """The last op of this forward that reads a storage."""
 
     @classmethod
-    def of(cls, step: Step, lives: Sequence[Life], ops: list[int]) -> Self:
+    def of(cls, step: Step, lives: Sequence[Life], ops: Sequence[int]) -> Self:
         inside = set(ops)
         kept = [one for one in kept_for_backward(step, list(lives)) if lives[one.value].created in inside]
         wanted = {step.values[one.value].storage for one in kept}
@@ -196,7 +181,7 @@ class _Forward:
         }
 
 
-def _narrow(step: Step, ops: list[int], read_last: dict[StorageId, int], wanted: set[StorageId]) -> list[int]:
+def _narrow(step: Step, ops: Sequence[int], read_last: dict[StorageId, int], wanted: set[StorageId]) -> list[int]:
     """The ops after which the rest of the forward reads one activation alone, and one that the backward wants."""
     place = {op: index for index, op in enumerate(ops)}
     width, sums = [0] * (len(ops) + 1), [0] * (len(ops) + 1)

@@ -17,20 +17,17 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
-from typing import Final, Self, final
+from typing import Self, final
 
 from spillway.costs.device import Device
 from spillway.errors import UsageError
 from spillway.ir import Gap, Host, Plan, Step
 from spillway.ir.account import account
 from spillway.ir.lives import Kept, Life, kept_for_backward, lives_of
-from spillway.methods.base import AbstractPlanner, Problem
-from spillway.units import Bytes, KiB, Seconds
-
-SMALLEST: Final[Bytes] = 4 * KiB
-"""Storages below this stay: the engines do not move them either."""
+from spillway.methods.base import SMALLEST, AbstractPlanner, Problem
+from spillway.units import Bytes
 
 
 @final
@@ -80,44 +77,18 @@ def _gaps(intervals: dict[int, tuple[int, int]]) -> tuple[Gap, ...]:
     )
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Clock:
-    """When ops begin and end if nothing waits."""
-
-    ends: list[Seconds]
-
-    @classmethod
-    def of(cls, step: Step) -> Self:
-        return cls(ends=list(accumulate(op.seconds or 0.0 for op in step.ops)))
-
-    def begin(self, op: int) -> Seconds:
-        return self.ends[op - 1] if op else 0.0
-
-    def end(self, op: int) -> Seconds:
-        return self.ends[op]
-
-    def first_from(self, moment: Seconds) -> int:
-        """The first op that begins at or after the moment."""
-        return bisect_left(self.ends, moment) + 1 if moment > 0 else 0
-
-    def running(self, moment: Seconds) -> int:
-        """The op that runs at the moment; the first for moments before it."""
-        return bisect_right(self.ends, max(moment, 0.0))
-
-
 def _ahead(step: Step, moved: Sequence[Kept], device: Device) -> dict[int, tuple[int, int]]:
     """The interval in which each is gone if both lanes work in order and nobody waits for them."""
-    clock = _Clock.of(step)
+    begins = list(accumulate((op.seconds or 0.0 for op in step.ops), initial=0.0))  # of every op, and the last's end
     sizes = {one.value: step.storages[step.values[one.value].storage].nbytes for one in moved}
     start, free = {}, 0.0
     for one in sorted(moved, key=lambda one: (one.last, one.value)):
-        free = max(free, clock.end(one.last)) + device.out_seconds(sizes[one.value])
-        start[one.value] = max(clock.first_from(free), one.last + 1)
+        free = max(free, begins[one.last + 1]) + device.out_seconds(sizes[one.value])
+        start[one.value] = max(bisect_left(begins, free), one.last + 1)
     end, due = {}, float("inf")
     for one in sorted(moved, key=lambda one: (-one.needed, one.value)):
-        due = min(due, clock.begin(one.needed)) - device.in_seconds(sizes[one.value])
-        end[one.value] = min(clock.running(due), one.needed)
+        due = min(due, begins[one.needed]) - device.in_seconds(sizes[one.value])
+        end[one.value] = min(bisect_right(begins, max(due, 0.0)) - 1, one.needed)
     return {one.value: (start[one.value], end[one.value]) for one in moved}
 
 

@@ -35,11 +35,8 @@ from spillway.errors import UsageError
 from spillway.ir import Gap, Host, Op, Phase, Plan, Step, StorageId, ValueId
 from spillway.ir.lives import Life, idle_intervals, lives_of
 from spillway.ir.timeline import Kind
-from spillway.methods.base import AbstractPlanner, Problem
-from spillway.units import Bytes, KiB, Seconds
-
-SMALLEST: Final[Bytes] = 4 * KiB
-"""Storages below this stay: Adam's step counters, for example."""
+from spillway.methods.base import SMALLEST, AbstractPlanner, Problem
+from spillway.units import Bytes, Seconds
 
 HOST_UPDATE: Final = 15.6e9
 """Bytes of fp32 parameters that the host updates in a second: 3.9e9 parameters, as the paper's CPU-Adam does on the two

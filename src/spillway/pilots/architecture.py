@@ -73,6 +73,7 @@ class Architecture:
         self._signature_numbers: dict[OpSignature, int] = {}
         self._parameter_numbers: dict[str, int] = {}
         self._path_numbers: dict[bytes, ResolvedPath] = {}
+        self._after: dict[int, int] = {-1: -1}  # by op: the next in the order of the program, -1 for both of its ends
 
     # ------------------------------------------------------------------ numbers
 
@@ -125,6 +126,8 @@ class Architecture:
         previous = -1
         for key in path.keys.tolist():
             self.successors.setdefault(previous, {})[key] = None
+            if key not in self._after:
+                self._after[key], self._after[previous] = self._after[previous], key
             previous = key
         self.successors.setdefault(previous, {})[-1] = None
         self.part_of += [-1] * (len(self.ops) - len(self.part_of))
@@ -165,17 +168,10 @@ class Architecture:
     def in_order(self) -> list[int]:
         """The ops in the order of the program: what a path shows for the first time stands behind what was in front of
         it there."""
-        after: dict[int, int] = {-1: -1}
-        for path in self.paths:
-            previous = -1
-            for key in path.keys.tolist():
-                if key not in after:
-                    after[key], after[previous] = after[previous], key
-                previous = key
-        order, key = list[int](), after[-1]
+        order, key = list[int](), self._after[-1]
         while key != -1:
             order.append(key)
-            key = after[key]
+            key = self._after[key]
         return order
 
     def matrix(self, samples: Iterable[Sample]) -> Floats:

@@ -8,9 +8,10 @@ computes, the link first takes out what the block before leaves behind, then bri
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from math import inf
 from typing import Final, Self, TypeAlias, final
 
 import numpy as np
@@ -275,15 +276,14 @@ def block_times(touches: Touches, cuts: Cuts, allowed: Bytes, device: Device, *,
             be room for it. Otherwise only as much leaves as block b + 1 has no room for in `allowed`, and first what
             is used again last.
     """
-    blocks = [set(touches.storages[touches.starts[i] : touches.starts[j]].tolist()) for i, j in pairwise(cuts)]
-    uses = _uses(blocks)
-    run = _Run(touches, allowed, uses)
+    run = _Run(touches, allowed, cuts)
+    blocks = run.uses.blocks
     clock = link = run.bring(blocks[0]) / device.in_per_second if blocks else 0.0
     computed = np.add.reduceat(np.append(touches.seconds, 0.0), cuts[:-1]) if blocks else np.zeros(0)
     for number, block in enumerate(blocks):
         written = touches.writes[touches.starts[cuts[number]] : touches.starts[cuts[number + 1]]]
         part = touches.storages[touches.starts[cuts[number]] : touches.starts[cuts[number + 1]]]
-        following = blocks[number + 1] if number + 1 < len(blocks) else set[int]()
+        following = run.uses.following(number)
         out = run.leave(block, following, number, double_buffer=double_buffer)
         back = run.bring(following)
         run.wrote(set(part[written].tolist()))
@@ -295,24 +295,53 @@ def block_times(touches: Touches, cuts: Cuts, allowed: Bytes, device: Device, *,
     return BlockTimes(seconds=clock, stall_seconds=clock - total, bytes_out=run.bytes_out, bytes_in=run.bytes_in)
 
 
-def _uses(blocks: Sequence[set[int]]) -> dict[int, list[int]]:
-    """Of every storage the blocks that touch it, the last first."""
-    uses: dict[int, list[int]] = {}
-    for number in reversed(range(len(blocks))):
-        for storage in blocks[number]:
-            uses.setdefault(storage, []).append(number)
-    return uses
+@final
+class Uses:
+    """What each block touches, and by which block a storage is touched next. Asked as the blocks come."""
+
+    def __init__(self, touches: Touches, cuts: Cuts) -> None:
+        starts, storages = touches.starts, touches.storages
+        self.blocks = [set(storages[starts[i] : starts[j]].tolist()) for i, j in pairwise(cuts)]
+        """The storages of each."""
+        self._nbytes: list[Bytes] = touches.nbytes.tolist()
+        self._uses: dict[int, list[int]] = {}  # the last first
+        for number in reversed(range(len(self.blocks))):
+            for storage in self.blocks[number]:
+                self._uses.setdefault(storage, []).append(number)
+
+    def following(self, number: int) -> set[int]:
+        """The storages of the block after that one."""
+        return self.blocks[number + 1] if number + 1 < len(self.blocks) else set()
+
+    def nbytes(self, storages: Iterable[int]) -> Bytes:
+        """Of all of them."""
+        return sum([self._nbytes[one] for one in storages])
+
+    def last_used(self, free: Iterable[int], number: int, wanted: float = inf) -> list[int]:
+        """Those that are used last of all after that block, the last in front, until they have so many bytes."""
+        chosen = list[int]()
+        for storage in sorted(free, key=lambda one: (-self._next(one, number), one)):
+            if wanted <= 0:
+                break
+            chosen.append(storage)
+            wanted -= self._nbytes[storage]
+        return chosen
+
+    def _next(self, storage: int, number: int) -> float:
+        uses = self._uses.get(storage, [])
+        while uses and uses[-1] <= number:
+            uses.pop()
+        return uses[-1] if uses else inf
 
 
 @final
 class _Run:
     """What is in memory, block by block."""
 
-    def __init__(self, touches: Touches, allowed: Bytes, uses: dict[int, list[int]]) -> None:
-        self._nbytes = touches.nbytes.tolist()
+    def __init__(self, touches: Touches, allowed: Bytes, cuts: Cuts) -> None:
+        self.uses = Uses(touches, cuts)
         self._until = touches.until.tolist()
         self._allowed = allowed
-        self._uses = uses
         self._hosted = set(np.flatnonzero(touches.there).tolist())  # those of which host memory has these bytes
         self._present = set[int]()
         self._born = set(self._hosted)  # those that exist
@@ -322,7 +351,7 @@ class _Run:
     def bring(self, block: set[int]) -> Bytes:
         """Everything that the block touches is there; the bytes that were copied in."""
         lacking = block - self._present
-        copied = self._sum(lacking & self._born)
+        copied = self.uses.nbytes(lacking & self._born)
         self._present |= lacking
         self._born |= lacking
         self.bytes_in += copied
@@ -332,29 +361,13 @@ class _Run:
         """Room for the block after block `number`; the bytes that were copied out."""
         free = self._present - block - following
         if not double_buffer:
-            wanted = self._sum(self._present | following) - self._allowed
-            free = self._farthest(free, number, wanted)
-        copied = self._sum(free - self._hosted)
+            wanted = self.uses.nbytes(self._present | following) - self._allowed
+            free = set(self.uses.last_used(free, number, wanted))
+        copied = self.uses.nbytes(free - self._hosted)
         self._hosted |= free
         self._present -= free
         self.bytes_out += copied
         return copied
-
-    def _farthest(self, free: set[int], number: int, wanted: Bytes) -> set[int]:
-        """Of those that may leave, those used again last, until they have `wanted` bytes."""
-        chosen = set[int]()
-        for storage in sorted(free, key=lambda one: (-self._next(one, number), one)):
-            if wanted <= 0:
-                break
-            chosen.add(storage)
-            wanted -= self._nbytes[storage]
-        return chosen
-
-    def _next(self, storage: int, number: int) -> float:
-        uses = self._uses[storage]
-        while uses and uses[-1] <= number:
-            uses.pop()
-        return uses[-1] if uses else float("inf")
 
     def wrote(self, storages: set[int]) -> None:
         """Host memory's bytes of these are old."""
@@ -363,7 +376,3 @@ class _Run:
     def forget(self, op: int) -> None:
         """What is dead before that op is gone."""
         self._present -= {one for one in self._present if self._until[one] <= op}
-
-    def _sum(self, storages: set[int]) -> Bytes:
-        nbytes = self._nbytes
-        return sum([nbytes[one] for one in storages])

@@ -5,7 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import final
+from typing import Self, final
+
+import numpy as np
 
 from spillway.pilots.paths import Floats, ResolvedPath, Sample, Site
 from spillway.pilots.program import Program, Uses
@@ -20,6 +22,11 @@ class Foresight:
     """[decisions] How likely each part runs, by the parts that the program had when it was asked."""
     path: ResolvedPath | None = None
     """The known path that it expects as a whole; None where it expects parts."""
+
+    @classmethod
+    def of(cls, program: Program, path: ResolvedPath | None) -> Self:
+        """Certain of that path; of nothing if there is none."""
+        return cls(np.zeros(program.decisions, np.float32) if path is None else program.bits(path), path)
 
     def sites(self, program: Program) -> Iterator[tuple[Site, float]]:
         """The sites that are expected more likely than not, in program order, with their probabilities."""

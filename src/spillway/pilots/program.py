@@ -39,8 +39,8 @@ class Visits:
 class Program:
     """What an architecture has learned, in the order of the program. It follows the architecture as that grows.
 
-    An op that a path shows for the first time stands behind the op in front of it there. Runs are ops of one part that
-    follow each other; parameters that the same runs use are one group, which comes in as a whole.
+    Runs are ops of one part that follow each other; parameters that the same runs use are one group, which comes in as
+    a whole.
     """
 
     def __init__(self, architecture: Architecture) -> None:
@@ -48,38 +48,22 @@ class Program:
         self.version = -1
         """Changes when parts, ranks or groups do."""
         self._seen = 0
-        self._after: dict[int, int] = {
-            -1: -1
-        }  # by op: the next in program order; -1 before the first and after the last
-        self._known: set[int] = set()
         self._bits: dict[int, Floats] = {}
         self._visits: dict[int, Visits] = {}
         self.follow()
 
     def follow(self) -> None:
         """Take in what the architecture has learned since."""
-        paths = self.architecture.paths
-        if self._seen == len(paths) and self.version >= 0:
+        seen = len(self.architecture.paths)
+        if self._seen == seen and self.version >= 0:
             return
-        for path in paths[self._seen :]:
-            previous = -1
-            for key in path.keys.tolist():
-                if key not in self._known:
-                    self._known.add(key)
-                    self._after[key], self._after[previous] = self._after[previous], key
-                previous = key
-        self._seen = len(paths)
-        known = (len(self._known), len(self.architecture.parts) - 1)
-        if self.version < 0 or known != (len(self.order), self.decisions):
-            self._arrange()
+        self._seen, order = seen, self.architecture.in_order()
+        if self.version < 0 or (len(order), self.architecture.decisions) != (len(self.order), self.decisions):
+            self._arrange(order)
 
-    def _arrange(self) -> None:
+    def _arrange(self, order: list[int]) -> None:
         self.version += 1
         architecture = self.architecture
-        order, key = list[int](), self._after[-1]
-        while key != -1:
-            order.append(key)
-            key = self._after[key]
         self.order = order
         """The ops in program order."""
         self.rank = np.zeros(max(len(architecture.ops), 1), np.int32)
@@ -88,7 +72,7 @@ class Program:
         self.part = np.zeros(max(len(architecture.ops), 1), np.int32)
         """[ops] The part of each op."""
         self.part[: len(architecture.part_of)] = architecture.part_of
-        self.decisions = len(architecture.parts) - 1
+        self.decisions = architecture.decisions
         """How many bits resolve a path."""
         self.first_rank = np.full(self.decisions + 1, len(order), np.int32)
         """[parts] The rank of each part's first op."""

@@ -31,7 +31,6 @@ from spillway.ir.reading import fault_in, lines_of, read_fields, shown
 from spillway.ir.sealed import records_of, replace_file, sealed, stated
 from spillway.pilots.architecture import Architecture
 from spillway.pilots.paths import BaseType, Numbers, OpSignature, ParameterStorage, PathOp, ResolvedPath, Sample, Site
-from spillway.units import Bytes
 
 FORMAT: Final = "spillway-samples"
 """What the first line of every sample file names."""
@@ -149,20 +148,10 @@ class _Operation:
 
 @final
 @dataclass(frozen=True, slots=True)
-class _Shapes:
-    name: str
-    dims: list[int]
-    created: Bytes
-    flops: int
-    traffic: Bytes
-
-
-@final
-@dataclass(frozen=True, slots=True)
 class _Tables:
     parameters: list[ParameterStorage]
     ops: list[_Operation]
-    signatures: list[_Shapes]
+    signatures: list[OpSignature]
     statements: dict[str, list[str]] = field(default_factory=dict)
 
 
@@ -205,10 +194,9 @@ def _learn_tables(architecture: Architecture, tables: _Tables) -> None:
             raise ValueError(f"{op.name} touches a parameter that is not listed")
         architecture.op(PathOp(Site(op.module, op.call, op.op), op.name, tuple(op.parameters)))
     for one in tables.signatures:
-        if len(one.dims) != 3:
-            raise ValueError(f"{shown(one.dims)} are not the three dimensions of a signature")
-        dims = (one.dims[0], one.dims[1], one.dims[2])
-        architecture.signature(OpSignature(one.name, dims, one.created, one.flops, one.traffic))
+        if len(dims := [*one.dims]) != 3:  # reading lets tuples of any length pass
+            raise ValueError(f"{shown(dims)} are not the three dimensions of a signature")
+        architecture.signature(one)
     told = (len(tables.parameters), len(tables.ops), len(tables.signatures))
     if told != (len(architecture.parameters), len(architecture.ops), len(architecture.signatures)):
         raise ValueError("a parameter, an op or a signature is listed twice")

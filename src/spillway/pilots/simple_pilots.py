@@ -76,7 +76,7 @@ class LastOfSize(AbstractPilot):
 
     def foresee(self, sample: Sample, asked: int = 0) -> Foresight:
         """Certain of that path; nothing before the first sample."""
-        return _of_path(self.program, self._by_size.get(sample.sizes, self._last))
+        return Foresight.of(self.program, self._by_size.get(sample.sizes, self._last))
 
     def learn(self, sample: Sample) -> None:
         """Remember it for its sizes."""
@@ -103,9 +103,9 @@ class Nearest(AbstractPilot):
     def foresee(self, sample: Sample, asked: int = 0) -> Foresight:
         """Certain of that path; nothing before the first sample."""
         if not self._paths:
-            return _of_path(self.program, None)
+            return Foresight.of(self.program, None)
         away = (self._features[: len(self._paths)] - _features(sample)) * self._scale
-        return _of_path(self.program, self._path(int(np.einsum("ij,ij->i", away, away).argmin())))
+        return Foresight.of(self.program, self._path(int(np.einsum("ij,ij->i", away, away).argmin())))
 
     def _path(self, row: int) -> ResolvedPath:
         """The path of a row; rows are a ring, and paths have the oldest in front."""
@@ -129,12 +129,6 @@ class Nearest(AbstractPilot):
 
 def _features(sample: Sample) -> Floats:
     return np.concatenate([np.array(sample.sizes, np.float32), sample.embedding])
-
-
-def _of_path(program: Program, path: ResolvedPath | None) -> Foresight:
-    if path is None:
-        return Foresight(np.zeros(program.decisions, np.float32))
-    return Foresight(program.bits(path), path)
 
 
 SIMPLE: Final = (ProgramOrder, LastOfSize, Frequency, Nearest)

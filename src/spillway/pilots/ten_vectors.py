@@ -25,9 +25,8 @@ from typing import Final, Self, final
 
 import numpy as np
 
-from spillway.costs.device import Device
 from spillway.errors import UsageError
-from spillway.pilots.execution_blocks import Cuts, Touches, largest_op, max_fill, search_blocks
+from spillway.pilots.execution_blocks import Cuts, Touches, max_fill
 from spillway.pilots.idioms import nine_vectors
 from spillway.pilots.mlp import Mlp
 from spillway.pilots.paths import BaseType, Floats, ResolvedPath, Sample
@@ -96,21 +95,18 @@ class PublishedPilot(AbstractPilot):
         allowed: Device memory, of which a block may touch half.
         width: Of both hidden layers.
         cache: Whether a path that was mispredicted is what the same prediction means from then on (section IV-E).
-        search: The device for which blocks are cut by dynamic programming; None for `max_fill`.
         seed: Of the weights.
     """
 
     name = "published"
 
     def __init__(
-        self, program: Program, *, allowed: Bytes, width: int = 512, cache: bool = True, search: Device | None = None,
-        seed: int = 0,
-    ) -> None:  # fmt: skip
+        self, program: Program, *, allowed: Bytes, width: int = 512, cache: bool = True, seed: int = 0
+    ) -> None:
         self.program = program
         self.allowed = allowed
         self.width = width
         self.cache = cache
-        self.search = search
         self.mlps: dict[BaseType, Mlp] = {}
         """One a base type, once it has learned."""
         self.cached = 0
@@ -137,11 +133,7 @@ class PublishedPilot(AbstractPilot):
         if len(self._vectors) < known:
             self._vectors = nine_vectors(self.program.architecture.signatures)
         touches = touches_of(self.program, sample)
-        half = self.allowed // 2
-        if self.search is not None and largest_op(touches) <= half:
-            cuts: Cuts = search_blocks(touches, half, self.search)
-        else:
-            cuts = max_fill(touches, half, alone=int(touches.nbytes.sum()))
+        cuts = max_fill(touches, self.allowed // 2, alone=int(touches.nbytes.sum()))
         return vectors_of(self._vectors, sample, cuts).ravel()
 
     def know(self, label: Floats, path: ResolvedPath) -> None:
@@ -163,18 +155,14 @@ class PublishedPilot(AbstractPilot):
         """The path that the predicted vectors are mapped to; nothing before it has learned."""
         mlp = self.mlps.get(sample.base)
         if mlp is None:
-            return Foresight(np.zeros(self.program.decisions, np.float32))
+            return Foresight.of(self.program, None)
         predicted = np.rint(mlp.one(self._features(sample)) * self._deviation + self._mean)
         path, key = self.mapped(predicted), predicted.tobytes()
         if self.cache and key in self._mispredicted:
             self.cached += 1
             path = self._mispredicted[key]
         self._foreseen = (sample, key, path)
-        return (
-            Foresight(self.program.bits(path), path)
-            if path is not None
-            else Foresight(np.zeros(self.program.decisions, np.float32))
-        )
+        return Foresight.of(self.program, path)
 
     def mapped(self, predicted: Floats) -> ResolvedPath | None:
         """The known path of predicted vectors [BLOCKS * 10]; None if no path is known."""

@@ -37,8 +37,20 @@ class AbstractAllocator(ABC):
         """Begin to look for the peak anew."""
         self.peak_reserved = self.reserved
 
-    def _note_peak(self) -> None:
+    def _reserve(self, nbytes: Bytes, asked: Bytes) -> None:
+        """Take so many bytes from the device, for those that were asked for. Raises DeviceFullError likewise."""
+        if self.limit is not None and self.reserved + nbytes > self.limit:
+            raise self._full(asked)
+        self.reserved += nbytes
         self.peak_reserved = max(self.peak_reserved, self.reserved)
+
+    def _given(self, block: Block | None, nbytes: Bytes) -> Block:
+        """The block is in use, for so many bytes that were asked for."""
+        if block is None:
+            raise EngineError(f"A new piece of memory has no room for {nbytes} bytes.")
+        block.asked = nbytes
+        self.allocated += nbytes
+        return block
 
     def _full(self, nbytes: Bytes) -> DeviceFullError:
         """What to raise when `nbytes` do not fit."""
@@ -56,11 +68,8 @@ class ExactAllocator(AbstractAllocator):
 
     def allocate(self, nbytes: Bytes) -> Bytes:
         """The token is the size."""
-        if self.limit is not None and self.allocated + nbytes > self.limit:
-            raise self._full(nbytes)
-        self.allocated += nbytes
-        self.reserved = self.allocated
-        self._note_peak()
+        self._reserve(nbytes, nbytes)
+        self.allocated = self.reserved
         return nbytes
 
     def free(self, token: Bytes) -> None:
@@ -154,6 +163,48 @@ class BestFit:
         return block
 
 
+class AbstractPools(AbstractAllocator):
+    """Two pools of blocks, for small and for large requests. What fits in no free block of its pool has a new segment;
+    where the device has no room for one, segments in which nothing is in use are given back first."""
+
+    def __init__(self, limit: Bytes | None, *, small: BestFit, large: BestFit) -> None:
+        super().__init__(limit)
+        self._small, self._large = small, large
+        self._top = 0
+        self.retries = 0
+        """How often idle segments were given back."""
+
+    @abstractmethod
+    def _place_of(self, nbytes: Bytes) -> tuple[BestFit, Bytes, Bytes]:
+        """A request's pool, its bytes rounded up, and those of the segment that is new if nothing else has room."""
+
+    def allocate(self, nbytes: Bytes) -> Block | Bytes:
+        """The token is a block; 0 for no bytes, which take none."""
+        if not nbytes:
+            return 0
+        pool, rounded, segment = self._place_of(nbytes)
+        block = pool.take(rounded)
+        if block is None:
+            self._new_segment(pool, segment, nbytes)
+            block = pool.take(rounded)
+        return self._given(block, nbytes)
+
+    def free(self, token: Block | Bytes) -> None:
+        """The block stays reserved."""
+        if isinstance(token, Block):
+            self.allocated -= token.asked
+            token.pool.free(token)
+
+    def _new_segment(self, pool: BestFit, nbytes: Bytes, asked: Bytes) -> None:
+        if self.limit is not None and self.reserved + nbytes > self.limit:
+            self.retries += 1
+            for one in (self._small, self._large):
+                self.reserved -= sum(map(one.remove_whole, one.whole_segments()))
+        self._reserve(nbytes, asked)
+        pool.add(self._top, nbytes)
+        self._top += nbytes
+
+
 # ---------------------------------------------------------------------- PyTorch's
 
 ROUNDING: Final[Bytes] = 512
@@ -169,7 +220,7 @@ SEGMENT_ROUNDING: Final[Bytes] = 2 * MiB
 
 
 @final
-class CachingAllocator(AbstractAllocator):
+class CachingAllocator(AbstractPools):
     """PyTorch's caching allocator for CUDA, with its default settings and one stream.
 
     As its notes on memory management and the comments of `CUDACachingAllocator` have it: requests are rounded to 512
@@ -183,53 +234,13 @@ class CachingAllocator(AbstractAllocator):
     """
 
     def __init__(self, limit: Bytes | None = None) -> None:
-        super().__init__(limit)
-        self._small = BestFit(least_rest=ROUNDING)
-        self._large = BestFit(least_rest=SMALL + 1)
-        self._top = 0
-        self.retries = 0
-        """How often idle segments were given back."""
+        super().__init__(limit, small=BestFit(least_rest=ROUNDING), large=BestFit(least_rest=SMALL + 1))
 
-    def allocate(self, nbytes: Bytes) -> Block | Bytes:
-        """The token is a block; 0 for no bytes, which take none."""
-        if not nbytes:
-            return 0
+    def _place_of(self, nbytes: Bytes) -> tuple[BestFit, Bytes, Bytes]:
         rounded = rounded_up(nbytes, ROUNDING)
-        pool = self._small if rounded <= SMALL else self._large
-        block = pool.take(rounded)
-        if block is None:
-            self._new_segment(pool, rounded, nbytes)
-            block = pool.take(rounded)
-        if block is None:
-            raise EngineError(f"A new segment has no room for {nbytes} bytes.")
-        block.asked = nbytes
-        self.allocated += nbytes
-        return block
-
-    def free(self, token: Block | Bytes) -> None:
-        """The block stays reserved."""
-        if isinstance(token, Block):
-            self.allocated -= token.asked
-            token.pool.free(token)
-
-    def _new_segment(self, pool: BestFit, rounded: Bytes, asked: Bytes) -> None:
-        nbytes = SMALL_SEGMENT if rounded <= SMALL else LARGE_SEGMENT
-        if rounded >= OWN_SEGMENT:
-            nbytes = rounded_up(rounded, SEGMENT_ROUNDING)
-        if self.limit is not None and self.reserved + nbytes > self.limit:
-            self._give_back()
-            if self.reserved + nbytes > self.limit:
-                raise self._full(asked)
-        pool.add(self._top, nbytes)
-        self._top += nbytes
-        self.reserved += nbytes
-        self._note_peak()
-
-    def _give_back(self) -> None:
-        self.retries += 1
-        for pool in (self._small, self._large):
-            for block in pool.whole_segments():
-                self.reserved -= pool.remove_whole(block)
+        if rounded <= SMALL:
+            return self._small, rounded, SMALL_SEGMENT
+        return self._large, rounded, LARGE_SEGMENT if rounded < OWN_SEGMENT else rounded_up(rounded, SEGMENT_ROUNDING)
 
 
 # ---------------------------------------------------------------------- chunks
@@ -245,48 +256,44 @@ class ChunkAllocator(AbstractAllocator):
     A storage of more than half a chunk has whole chunks of its own, which need not lie beside each other: nothing is
     lost but the rest of its last one. Smaller ones share chunks, best fit, in pieces of 512 bytes. A chunk in which
     nothing is in use is free for anybody.
+
+    Arguments:
+        chunk: Bytes of one.
+        shared: Bytes of the largest storage that shares a chunk, if not half of one.
     """
 
-    def __init__(self, limit: Bytes | None = None) -> None:
+    def __init__(self, limit: Bytes | None = None, chunk: Bytes = CHUNK, shared: Bytes | None = None) -> None:
         super().__init__(limit)
+        self._chunk = chunk
+        self._most_shared = chunk // 2 if shared is None else shared
         self._shared = BestFit(least_rest=ROUNDING)
         self._top = 0
 
     def allocate(self, nbytes: Bytes) -> Block | Bytes:
         """The token is a block of a shared chunk, or the size of what has its own."""
-        if nbytes > CHUNK // 2 or not nbytes:
-            self._take(rounded_up(nbytes, CHUNK), nbytes)
+        if nbytes > self._most_shared or not nbytes:
+            self._reserve(rounded_up(nbytes, self._chunk), nbytes)
             self.allocated += nbytes
             return nbytes
         rounded = rounded_up(nbytes, ROUNDING)
         block = self._shared.take(rounded)
         if block is None:
-            self._take(CHUNK, nbytes)
-            self._shared.add(self._top, CHUNK)
-            self._top += CHUNK
+            self._reserve(self._chunk, nbytes)
+            self._shared.add(self._top, self._chunk)
+            self._top += self._chunk
             block = self._shared.take(rounded)
-        if block is None:
-            raise EngineError(f"A new chunk has no room for {nbytes} bytes.")
-        block.asked = nbytes
-        self.allocated += nbytes
-        return block
+        return self._given(block, nbytes)
 
     def free(self, token: Block | Bytes) -> None:
         """Chunks in which nothing is in use any more are not reserved."""
         if not isinstance(token, Block):
             self.allocated -= token
-            self.reserved -= rounded_up(token, CHUNK)
+            self.reserved -= rounded_up(token, self._chunk)
             return
         self.allocated -= token.asked
         block = self._shared.free(token)
         if block.whole:
             self.reserved -= self._shared.remove_whole(block)
-
-    def _take(self, nbytes: Bytes, asked: Bytes) -> None:
-        if self.limit is not None and self.reserved + nbytes > self.limit:
-            raise self._full(asked)
-        self.reserved += nbytes
-        self._note_peak()
 
 
 def rounded_up(nbytes: Bytes, to: Bytes) -> Bytes:

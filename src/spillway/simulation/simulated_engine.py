@@ -28,15 +28,15 @@ from typing import Final, Literal, NamedTuple, final
 from spillway.costs.device import Device
 from spillway.costs.roofline import step_seconds
 from spillway.errors import BudgetInfeasible, DeviceFullError, EngineError, SpillFullError, UsageError
+from spillway.ir.lives import versions_of
 from spillway.ir.plan import Plan
 from spillway.ir.spans import total
-from spillway.ir.step import Op, Phase, Step, StorageId, ValueId
+from spillway.ir.step import Op, Phase, Step, StorageId
 from spillway.ir.timeline import Change, Origin, Timeline
 from spillway.memory.chronicle import Chronicle, Ran
 from spillway.memory.controller import Controller
 from spillway.memory.following import Following
 from spillway.memory.lanes import stalled_intervals, transfers_beside, unseen
-from spillway.memory.ledger import CHAIN_CAP
 from spillway.memory.records import EXACT, LARGE, NEVER, SCAFFOLD, WITHOUT_CONTENT, Recipe, Storage, Value
 from spillway.methods.base import Absence, AbstractPlanner, AbstractPolicy, Problem
 from spillway.methods.planned import Planned
@@ -113,8 +113,7 @@ class Simulation:
 def simulate(
     step: Step, *, allowed: Bytes, method: AbstractPolicy | AbstractPlanner | Plan, device: Device,
     allocator: str = "exact", limit: Bytes | None = None, tier: Tier = "host", steps: int = 2,
-    chain_cap: int = CHAIN_CAP, thrash: float = THRASH, escaped: Collection[StorageId] = (),
-    overlaps: bool | None = None,
+    thrash: float = THRASH, escaped: Collection[StorageId] = (), overlaps: bool | None = None,
 ) -> Simulation:  # fmt: skip
     """Run a recorded step under a budget, on paper; the figures of the last of `steps` repetitions.
 
@@ -128,7 +127,6 @@ def simulate(
         limit: Device memory in bytes; what does not fit ends the step as `oom`. None for no end of it.
         tier: Where moved bytes wait, "host" or "disk".
         steps: A policy that looks back, as DELTA's prefetcher does, knows nothing in the first.
-        chain_cap: The longest chain of replays that a drop may lead to.
         thrash: Ends the step when recomputing has taken so many times its plain seconds.
         escaped: Storages whose address somebody holds: they stay.
         overlaps: Whether methods are told that copies beside ops take nothing from them; None for what the device says.
@@ -151,7 +149,7 @@ def simulate(
         overlaps=device.overlaps if overlaps is None else overlaps,
     )
     watched = policy.follows or step.plain_peak() > allowed  # else it costs half as much, which is not on paper
-    controller = Controller(machine, policy, allowed, chain_cap)
+    controller = Controller(machine, policy, allowed)
     run = _Run(step, machine, controller, frozenset(escaped), Attention.of(device) if watched else Attention())
     for number in range(steps):
         status, why = run.go(number)
@@ -360,10 +358,7 @@ class _Run:
     def absences(self, timeline: Timeline) -> list[Absence]:
         """From when to when each value was gone."""
         found, left = list[Absence](), dict[StorageId, int]()
-        made: dict[StorageId, list[tuple[int, ValueId]]] = defaultdict(list)
-        for op in self._step.ops:
-            for value in op.creates:
-                made[self._step.values[value].storage].append((op.number, value))
+        made = versions_of(self._step)
         for event in timeline.events:
             number = self._recorded_as.get(event.storage)
             if number is None:
@@ -372,7 +367,7 @@ class _Run:
                 left[number] = event.op
             elif number in left:
                 start = left.pop(number)
-                values = [value for op, value in made[number] if op < start]
+                values = [value for op, value in made[number] if 0 <= op < start]
                 if values:
                     found.append(Absence(values[-1], start, event.op))
         return found

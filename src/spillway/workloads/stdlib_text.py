@@ -68,6 +68,14 @@ def functions(*, seed: int) -> Iterator[bytes]:
 
 def _functions_of(path: Path) -> list[bytes]:
     source = path.read_bytes()
+    lines = source.splitlines(keepends=True)
+    return [
+        b"".join(lines[node.lineno - 1 : node.end_lineno])[node.col_offset :].rstrip() for node in definitions(source)
+    ]
+
+
+def definitions(source: bytes) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """The functions of a file; none of one that is no Python of today."""
     try:
         with warnings.catch_warnings():
             # Some of the library's own text is there to be warned about.
@@ -75,11 +83,7 @@ def _functions_of(path: Path) -> list[bytes]:
             tree = ast.parse(source)
     except (SyntaxError, ValueError):  # templates, samples of older Pythons, zero bytes
         return []
-    lines = source.splitlines(keepends=True)
-    return [
-        b"".join(lines[node.lineno - 1 : node.end_lineno])[node.col_offset :].rstrip()
-        for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-    ]  # fmt: skip
+    return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
 
 
 def clipped(text: bytes, length: int) -> bytes:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import random
 import re
-import warnings
 import zlib
 from collections import Counter
 from collections.abc import Iterator
@@ -93,17 +92,10 @@ def _functions() -> tuple[tuple[tuple[int, ...], tuple[int, ...], str, bytes], .
     of the standard library, in the order of files and places."""
     found = []
     for path in stdlib_text.source_files():
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                module = ast.parse(path.read_bytes())
-        except (SyntaxError, ValueError):
-            continue
-        for node in ast.walk(module):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                text = re.split(r"\n\s*\n", ast.get_docstring(node) or "")[0]
-                verb = node.name.strip("_").partition("_")[0].lower()
-                found.append((*_flat(node), verb, " ".join(text.split()).encode()))
+        for node in stdlib_text.definitions(path.read_bytes()):
+            text = re.split(r"\n\s*\n", ast.get_docstring(node) or "")[0]
+            verb = node.name.strip("_").partition("_")[0].lower()
+            found.append((*_flat(node), verb, " ".join(text.split()).encode()))
     return tuple(found)
 
 

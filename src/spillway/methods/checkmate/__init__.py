@@ -43,13 +43,13 @@ from spillway.ir.account import account, comes_back
 from spillway.ir.lives import Life, lives_of
 from spillway.ir.plan import Recompute
 from spillway.ir.recipes import replayed
-from spillway.methods.absent_bytes import load_solver
 from spillway.methods.base import Absence, AbstractPlanner, AbstractPolicy, Problem
 from spillway.methods.checkmate.cut import Cut, cuts
 from spillway.methods.checkmate.draft import Draft
 from spillway.methods.checkmate.gaps import gaps_of, without_idle_ends
 from spillway.methods.checkmate.graph import graph_of
 from spillway.methods.checkmate.milp import GAP, INFEASIBLE, OPTIMAL, Program
+from spillway.methods.linear_program import load_solver
 from spillway.units import Bytes, Seconds, format_seconds
 
 TIGHTENED: Final = 6

@@ -31,15 +31,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from math import inf
-from typing import Any, Final, final
+from typing import Final, final
 
 from spillway.errors import BudgetInfeasible
 from spillway.ir import Step
 from spillway.ir.lives import Life
 from spillway.ir.step import ValueId
-from spillway.methods.absent_bytes import load_solver
+from spillway.methods.linear_program import LinearProgram
 from spillway.units import Bytes, Seconds
 
 RELAXED: Final = 24
@@ -101,11 +101,7 @@ def cuts(step: Step, lives: Sequence[Life], allowed: Bytes, *, relaxed: int = RE
 
 def _fullest(step: Step, allowed: Bytes, most: int) -> list[int]:
     """Ops during which the plain step is over the budget: the fullest of as many stretches of the same number."""
-    changes = [0] * (len(step.ops) + 1)
-    for storage in step.storages:
-        changes[storage.alive_from] += storage.nbytes
-        changes[storage.alive_until] -= storage.nbytes
-    levels = list(accumulate(changes[:-1]))
+    levels = step.levels()
     over = [op for op, nbytes in enumerate(levels) if nbytes > allowed]
     stretches = min(most, len(over))
     bounds = [len(over) * part // stretches for part in range(stretches + 1)] if stretches else []
@@ -120,21 +116,15 @@ class _Program:
         self._step, self._lives, self._op = step, lives, op
         self._unit = max(allowed, 1)  # bytes as shares of the budget: a solver's tolerances are absolute
         self._plain = sum(one.seconds or 0.0 for one in step.ops)
-        self._cost: list[float] = []
-        self._least: list[float] = []
-        self._rows: list[tuple[list[tuple[int, float]], float, float]] = []
+        self._program = LinearProgram()
         last = {value.storage: value.id for value in step.values}
         self._outlives = {version for storage, version in last.items() if step.storages[storage].present_at_end}
         self._wanted, self._again = self._useful()
         self._kept = self._values()
-        self._run = {number: self._variable(step.ops[number].seconds or 0.0) for number in sorted(self._again)}
+        costs = {number: (step.ops[number].seconds or 0.0) / (self._plain or 1.0) for number in sorted(self._again)}
+        self._run = {number: self._program.variable(cost=cost, upper=1.0) for number, cost in costs.items()}
         self._memory()
         self._correct()
-
-    def _variable(self, cost: Seconds = 0.0, least: float = 0.0) -> int:
-        self._cost.append(cost / (self._plain or 1.0))
-        self._least.append(least)
-        return len(self._cost) - 1
 
     def _useful(self) -> tuple[set[ValueId], set[int]]:
         """What is wanted later of what is made before the op, and what may have to run again for it."""
@@ -154,7 +144,8 @@ class _Program:
         kept = {}
         for value in sorted(self._useful_values):
             cannot = self._lives[value].created not in self._again
-            kept[value] = self._variable(least=float(value in reads or (cannot and value in self._wanted)))
+            there = float(value in reads or (cannot and value in self._wanted))
+            kept[value] = self._program.variable(lower=there, upper=1.0, whole=True)
         return kept
 
     def _memory(self) -> None:
@@ -167,15 +158,15 @@ class _Program:
             storage = step.values[value].storage
             if storage not in busy and step.storages[storage].nbytes:
                 terms.append((variable, step.storages[storage].nbytes / self._unit))
-                self.needs += int(self._least[variable]) * step.storages[storage].nbytes
-        self._rows.append((terms, -inf, room / self._unit))
+                self.needs += int(self._program.lower[variable]) * step.storages[storage].nbytes
+        self._program.row(*terms, most=room / self._unit)
 
     def _correct(self) -> None:
         for value in sorted(self._wanted):
-            self._rows.append((self._there(value), 1.0, inf))
+            self._program.row(*self._there(value), least=1.0)
         for number, running in self._run.items():
             for value in self._step.ops[number].reads:
-                self._rows.append(([*self._there(value), (running, -1.0)], 0.0, inf))
+                self._program.row(*self._there(value), (running, -1.0), least=0.0)
 
     def _there(self, value: ValueId) -> list[tuple[int, float]]:
         run = self._run.get(self._lives[value].created)
@@ -183,24 +174,11 @@ class _Program:
 
     def solved(self, *, exactly: bool) -> Cut:
         """The optimum, or its relaxation's."""
-        optimize, sparse = load_solver("Checkmate")
-        cells = [(row, one, factor) for row, (terms, _, _) in enumerate(self._rows) for one, factor in terms]
-        rows, columns, factors = zip(*cells, strict=True) if cells else ((), (), ())
-        matrix = sparse.csr_matrix((factors, (rows, columns)), shape=(len(self._rows), len(self._cost)))
-        kept = set(self._kept.values())
-        found: Any = optimize.milp(
-            self._cost,
-            integrality=[int(exactly and one in kept) for one in range(len(self._cost))],
-            bounds=optimize.Bounds(self._least, [1.0] * len(self._cost)),
-            constraints=optimize.LinearConstraint(
-                matrix, [low for _, low, _ in self._rows], [high for _, _, high in self._rows]
-            ),
-            options={"node_limit": NODES, "mip_rel_gap": GAP},
-        )
+        found = self._program.solve("Checkmate", relaxed=not exactly, node_limit=NODES, mip_rel_gap=GAP)
         if found.status == INFEASIBLE:
             return Cut(op=self._op, bound=inf, gone=frozenset())
         proven = found.mip_dual_bound if exactly else found.fun
         more = proven if proven is not None and proven > 0 and proven != inf else 0.0
-        shares = found.x if found.x is not None else [1.0] * len(self._cost)
+        shares = found.x if found.x is not None else [1.0] * len(self._program.cost)
         there = frozenset(value for value, one in self._kept.items() if shares[one] > 0.5)
         return Cut(op=self._op, bound=self._plain * (1 + more), gone=frozenset(self._wanted - there))

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from spillway.ir import Gap, Recompute, Step
 from spillway.ir.account import account
 from spillway.ir.lives import Life, idle_intervals
-from spillway.ir.recipes import LONGEST, as_one, replayed, temporaries
+from spillway.ir.recipes import WayBack, as_one, replayed, way_back
 from spillway.ir.step import StorageId, ValueId
 from spillway.methods.base import Absence
 from spillway.units import Bytes, Seconds
@@ -102,7 +102,7 @@ class Draft:
 
     def _way_until_death(self, one: Idle) -> tuple[int, ...]:
         found = self._way_back(one.value, one.start, one.end)
-        return found[0] if found is not None and not found[1] else ()
+        return found.ops if found is not None and not found.held else ()
 
     # ------------------------------------------------------------------ what it comes to
 
@@ -224,9 +224,8 @@ class Draft:
             found = self._way_back(one.value, one.start, moment)
             if found is None:
                 return None
-            ops, held, read = found
-            touched |= read
-            home = Recompute(ops=ops, held=held, temporaries=temporaries([one.value], ops, self.step))
+            touched |= found.touched
+            home = found.home([one.value], self.step)
             gaps.append(Gap(value=one.value, start=one.start, end=moment, home=home))
         if not gaps:
             return NOTHING
@@ -242,34 +241,12 @@ class Draft:
         back = [(gap.end, gap.value, gap.home) for gap in gaps if isinstance(gap.home, Recompute)]
         return sum(self.step.ops[op].seconds or 0.0 for op in replayed(back, self.step))
 
-    def _way_back(
-        self, value: ValueId, start: int, moment: int
-    ) -> tuple[tuple[int, ...], tuple[ValueId, ...], set[ValueId]] | None:
-        """As `ir.recipes.recipe`: ops, what is held, and all that was asked for."""
-        step, lives = self.step, self.lives
-        ops, held, touched, wanted = set[int](), set[ValueId](), {value}, [value]
-        while wanted:
-            one = wanted.pop()
-            life = lives[one]
-            if life.created in ops:
-                continue
-            if one != value:
-                touched.add(one)
-                if life.readable(moment) and not self.is_gone(one, moment):
-                    continue
-            if life.created >= 0 and step.ops[life.created].replayable:
-                ops.add(life.created)
-                touched.update(step.ops[life.created].creates)
-                wanted += step.ops[life.created].reads
-            elif one != value and life.overwritten is None and start <= life.dies <= moment:
-                held.add(one)
-            else:
-                return None
-            if len(ops) > LONGEST:
-                return None
-        self.work += len(ops) + 1
-        made = {other for op in ops for other in step.ops[op].creates}
-        return tuple(sorted(ops)), tuple(sorted(held - made)), touched
+    def _way_back(self, value: ValueId, start: int, moment: int) -> WayBack | None:
+        found = way_back(
+            value, start, moment, step=self.step, lives=self.lives, present=lambda one: not self.is_gone(one, moment)
+        )
+        self.work += 0 if found is None else len(found.ops) + 1
+        return found
 
     def is_gone(self, value: ValueId, moment: int) -> bool:
         """Whether some gap has the value before the op."""
@@ -346,7 +323,7 @@ class Draft:
         """Seconds of its way back, from what is there when it ends."""
         one = self.idle[number]
         found = self._way_back(one.value, one.start, one.end)
-        return sum(self.step.ops[op].seconds or 0.0 for op in found[0]) if found else float("inf")
+        return sum(self.step.ops[op].seconds or 0.0 for op in found.ops) if found else float("inf")
 
     def thin(self) -> None:
         """Have everything there for which there is room, what saves most first."""

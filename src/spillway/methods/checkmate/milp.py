@@ -16,10 +16,8 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any, Final, final
 
-import numpy as np
-
-from spillway.methods.absent_bytes import load_solver
 from spillway.methods.checkmate.graph import Graph
+from spillway.methods.linear_program import LinearProgram
 from spillway.units import Bytes, Seconds
 
 OPTIMAL, LIMIT, INFEASIBLE = 0, 1, 2
@@ -54,24 +52,12 @@ class Program:
         self.allowed = allowed
         # Bytes as shares of the budget: a solver's tolerances are absolute.
         self.unit = max(allowed, 1)
-        self.count = 0
-        self.cost: list[float] = []
-        self.lower: list[float] = []
-        self.upper: list[float] = []
-        self.binary: list[int] = []
-        self.rows: list[tuple[Terms, float, float]] = []
+        self.scale = sum(node.seconds for node in graph.nodes) or 1.0
+        self.program = LinearProgram()
         self.until = _useful_until(graph)
         self.run, self.keep = self._decisions()
         self._correct()
         self._memory()
-
-    def _variable(self, *, cost: float = 0.0, lower: float = 0.0, upper: float = 1.0, binary: bool = False) -> int:
-        self.cost.append(cost)
-        self.lower.append(lower)
-        self.upper.append(upper)
-        self.binary.append(int(binary))
-        self.count += 1
-        return self.count - 1
 
     def _decisions(self) -> tuple[dict[tuple[int, int], int], dict[tuple[int, int], int]]:
         run, keep = {}, {}
@@ -80,10 +66,12 @@ class Program:
             for stage in range(number, last + 1):
                 own = stage == number
                 cost = node.seconds if own else node.seconds_again
-                run[stage, number] = self._variable(cost=cost, lower=float(own), binary=not own)
+                run[stage, number] = self.program.variable(
+                    cost=cost / self.scale, lower=float(own), upper=1.0, whole=not own
+                )
         for index, datum in enumerate(self.graph.data):
             for stage in range(datum.maker + 1, self.until[index] + 1):
-                keep[stage, index] = self._variable(binary=True)
+                keep[stage, index] = self.program.variable(upper=1.0, whole=True)
         return run, keep
 
     def _correct(self) -> None:
@@ -91,10 +79,10 @@ class Program:
         data = self.graph.data
         for (stage, number), running in self.run.items():
             for index in self.graph.nodes[number].reads:
-                self._at_most([(running, 1.0), *self._available(stage, index, -1.0)], 0.0)
+                self.program.row((running, 1.0), *self._available(stage, index, -1.0), most=0.0)
         for (stage, index), kept in self.keep.items():
             if stage - 1 > data[index].maker:
-                self._at_most([(kept, 1.0), *self._available(stage - 1, index, -1.0)], 0.0)
+                self.program.row((kept, 1.0), *self._available(stage - 1, index, -1.0), most=0.0)
 
     def _available(self, stage: int, index: int, factor: float) -> Terms:
         maker = self.graph.data[index].maker
@@ -118,51 +106,33 @@ class Program:
     def _after(self, stage: int, number: int, before: Terms) -> Terms:
         """Bound memory while the node runs; what is there after it has run and freed."""
         node, running = self.graph.nodes[number], self.run[stage, number]
-        used = self._variable(upper=inf)
+        used = self.program.variable()
         made = sum(self._share(index) for index in node.makes)
-        self.rows.append(([(used, 1.0), (running, -made), *((v, -c) for v, c in before)], 0.0, 0.0))
+        self.program.row((used, 1.0), (running, -made), *((v, -c) for v, c in before), least=0.0, most=0.0)
         if stage == number:
-            self._at_most([(used, 1.0)], 1.0 - node.running / self.unit)
+            self.program.row((used, 1.0), most=1.0 - node.running / self.unit)
         else:
             given = self.graph.nodes[stage].given
-            self._at_most([(used, 1.0), (running, node.again / self.unit)], 1.0 - given / self.unit)
+            self.program.row((used, 1.0), (running, node.again / self.unit), most=1.0 - given / self.unit)
         return [(used, 1.0), *((self._freed(stage, number, d), -self._share(d)) for d in (*node.reads, *node.makes))]
 
     def _freed(self, stage: int, number: int, index: int) -> int:
         """FREE: the node ran, no later one of the stage reads the datum, and it is not kept."""
-        freed = self._variable()
+        freed = self.program.variable(upper=1.0)
         hazards = [self.run.get((stage, reader)) for reader in self.graph.data[index].readers if reader > number]
         hazards.append(self.keep.get((stage + 1, index)))
         for hazard in hazards:
             if hazard is not None:
-                self._at_most([(freed, 1.0), (hazard, 1.0)], 1.0)
-        self._at_most([(freed, 1.0), (self.run[stage, number], -1.0)], 0.0)
+                self.program.row((freed, 1.0), (hazard, 1.0), most=1.0)
+        self.program.row((freed, 1.0), (self.run[stage, number], -1.0), most=0.0)
         return freed
-
-    def _at_most(self, terms: Terms, bound: float) -> None:
-        self.rows.append((terms, -inf, bound))
 
     def solve(self, time_limit: Seconds, *, below: Seconds = inf) -> Answer:
         """Solve it within about `time_limit` seconds, for schedules that take less than `below`: HiGHS takes no
         schedule to begin with, as Gurobi does, and prunes by this instead."""
-        optimize, sparse = load_solver("Checkmate")
-        cells = [(row, variable, factor) for row, (terms, _, _) in enumerate(self.rows) for variable, factor in terms]
-        rows, columns, factors = zip(*cells, strict=True)
-        matrix = sparse.csr_matrix((factors, (rows, columns)), shape=(len(self.rows), self.count))
-        scale = sum(node.seconds for node in self.graph.nodes) or 1.0
-        cost = np.array(self.cost) / scale
-        found = optimize.milp(
-            cost,
-            integrality=np.array(self.binary),
-            bounds=optimize.Bounds(np.array(self.lower), np.array(self.upper)),
-            constraints=[
-                optimize.LinearConstraint(
-                    matrix, np.array([low for _, low, _ in self.rows]), np.array([high for _, _, high in self.rows])
-                ),
-                optimize.LinearConstraint(cost[np.newaxis], -inf, below / scale),
-            ],
-            options={"time_limit": max(time_limit, 0.1), "mip_rel_gap": GAP},
-        )
+        spent = ((variable, cost) for variable, cost in enumerate(self.program.cost) if cost)
+        self.program.row(*spent, most=below / self.scale)
+        found = self.program.solve("Checkmate", time_limit=max(time_limit, 0.1), mip_rel_gap=GAP)
         return self._answer(found)
 
     def _answer(self, found: Any) -> Answer:

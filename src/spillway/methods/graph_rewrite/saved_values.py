@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final, final
 
 from spillway.errors import UsageError
 from spillway.ir.block_calls import block_calls
-from spillway.ir.lives import Life, lives_of
+from spillway.ir.lives import Life, forwards_of, lives_of
 from spillway.ir.step import Op, Phase, Saving, Step, StorageId, ValueId
 from spillway.ir.timeline import Kind
 
@@ -62,7 +61,7 @@ class SavedInBlocks:
         self.step = step
         self.lives: list[Life] = lives_of(step)
         found = [(call.name, call.ops) for call in block_calls(step, self.lives)]
-        stretches = [("", ops) for ops in _stretches(step)] if whole and not found else []
+        stretches = [("", ops) for ops in forwards_of(step)] if whole and not found else []
         self.calls = [Call(number, name, ops) for number, (name, ops) in enumerate(found or stretches)]
         self._savings: dict[StorageId, list[tuple[Saving, Call | None]]] = {}
         for saving in step.savings:
@@ -186,14 +185,3 @@ class SavedInBlocks:
 
 def _base(op: Op) -> str:
     return op.name.removeprefix("aten.").partition(".")[0].removesuffix("_")
-
-
-def _stretches(step: Step) -> Iterator[tuple[int, ...]]:
-    """The forward ops of each micro-batch."""
-    ops: list[int] = []
-    for op in step.ops:
-        if op.phase is Phase.FORWARD:
-            ops.append(op.number)
-        elif op.phase is Phase.BACKWARD and ops:
-            yield tuple(ops)
-            ops = []

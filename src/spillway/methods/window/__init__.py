@@ -50,23 +50,19 @@ from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from itertools import accumulate
 from math import ceil
 from typing import Final, Literal, NamedTuple, Self, TypeAlias, final, get_args
 
 from spillway.errors import BudgetInfeasible, UsageError
 from spillway.ir import Gap, Host, Plan, Step
 from spillway.ir.account import account
-from spillway.ir.lives import lives_of
+from spillway.ir.lives import lives_of, versions_of
 from spillway.ir.timeline import WindowAt
-from spillway.methods.base import AbstractPlanner, Problem
-from spillway.units import Bytes, KiB, format_bytes
+from spillway.methods.base import SMALLEST, AbstractPlanner, Problem
+from spillway.units import Bytes, format_bytes
 
 Issue: TypeAlias = Literal["at op", "host ahead"]
 """When copies in begin."""
-
-SMALLEST: Final[Bytes] = 4 * KiB
-"""Storages below this stay: the engines do not move them either."""
 
 PUBLISHED: Final = 1.5
 """The window as a multiple of the budget, in the code that was published."""
@@ -241,16 +237,12 @@ class _Row:
             if managed[info.id] and last.get(info.id, -1) + 1 < dies[info.id] <= count:
                 dying[dies[info.id]].append(info.id)
         sources = [info.id for info in step.storages if managed[info.id] and info.present_at_start and dies[info.id]]
-        changes = [0] * (count + 1)
-        for info in step.storages:
-            if not managed[info.id]:
-                changes[info.alive_from] += sizes[info.id]
-                changes[info.alive_until] -= sizes[info.id]
+        small = [0 if managed[number] else nbytes for number, nbytes in enumerate(sizes)]
         return cls(
             step=step, sizes=sizes, accesses=accesses, ops=ops, following=following, dies=dies, dying=dying,
             sources=sorted(sources, key=lambda source: (-first[source], source)),
             through=frozenset(source for source in sources if step.storages[source].present_at_end),
-            small=max(accumulate(changes)),
+            small=max(step.levels(small), default=0),
         )  # fmt: skip
 
     def of_op(self, op: int) -> range:
@@ -498,13 +490,7 @@ class _Made:
 
 
 def _of_values(step: Step, gaps: Iterable[Gone]) -> Iterator[Gap]:
-    created: dict[int, list[tuple[int, int]]] = defaultdict(list)
-    for value in step.values:
-        if value.version == 0:
-            created[value.storage].append((-1, value.id))
-    for op in step.ops:
-        for number in op.creates:
-            created[step.values[number].storage].append((op.number, number))
+    created = versions_of(step)
     for gap in gaps:
         there = created[gap.storage]
         yield Gap(value=there[bisect_left(there, (gap.start,)) - 1][1], start=gap.start, end=gap.end, home=Host())
@@ -518,7 +504,8 @@ def earlier(step: Step, sizes: Sequence[Bytes], gaps: Sequence[Gone], allowed: B
 
     What would come back as it goes stays.
     """
-    return _of_values(step, _earlier(sizes, gaps, allowed, _Levels(_levels(step, sizes, gaps))))
+    levels = step.levels(sizes, ((gap.storage, gap.start, gap.end) for gap in gaps))
+    return _of_values(step, _earlier(sizes, gaps, allowed, _Levels(levels)))
 
 
 def _earlier(sizes: Sequence[Bytes], gaps: Sequence[Gone], allowed: Bytes, levels: _Levels) -> Iterator[Gone]:
@@ -533,18 +520,6 @@ def _earlier(sizes: Sequence[Bytes], gaps: Sequence[Gone], allowed: Bytes, level
             reached = end
         if gap.start < end:
             yield gap._replace(end=end)
-
-
-def _levels(step: Step, sizes: Sequence[Bytes], gaps: Iterable[Gone]) -> list[Bytes]:
-    """Bytes in memory during every op."""
-    changes = [0] * (len(step.ops) + 1)
-    for storage in step.storages:
-        changes[storage.alive_from] += sizes[storage.id]
-        changes[storage.alive_until] -= sizes[storage.id]
-    for gap in gaps:
-        changes[gap.start] -= sizes[gap.storage]
-        changes[gap.end] += sizes[gap.storage]
-    return list(accumulate(changes[:-1]))
 
 
 @final

@@ -48,12 +48,12 @@ from spillway.methods.absent_bytes import (
     during,
     fewest_bytes,
     fewest_seconds,
-    load_solver,
     waited_late,
 )
-from spillway.methods.base import AbstractPlanner, Problem
+from spillway.methods.base import SMALLEST, AbstractPlanner, Problem
+from spillway.methods.linear_program import load_solver
 from spillway.methods.plan_clock import PlanClock
-from spillway.methods.window import SMALLEST, Gone, Window, earlier
+from spillway.methods.window import Gone, Window, earlier
 from spillway.units import Bytes
 
 Gaps: TypeAlias = Literal["window", "least"]

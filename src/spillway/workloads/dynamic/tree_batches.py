@@ -7,7 +7,8 @@ from itertools import islice
 from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from spillway.workloads import stdlib_trees
 from spillway.workloads.workload import Batch
@@ -34,6 +35,17 @@ def children_of(parents: list[int]) -> list[list[int]]:
         if parent >= 0:
             children[parent].append(node)
     return children
+
+
+def roots_of(results: list[Tensor], parents: list[int]) -> Tensor:
+    """The results of the roots [trees, width], of those of all nodes [width] each."""
+    return torch.stack([result for result, parent in zip(results, parents, strict=True) if parent < 0])
+
+
+def loss(model: nn.Module, batch: Batch) -> Tensor:
+    """Mean cross entropy of the first word of a function's name, in nats."""
+    given = cast(dict[str, Tensor], batch)
+    return F.cross_entropy(model(given["types"], given["parents"]), given["verbs"])
 
 
 def sizes(batch: Batch) -> tuple[float, ...]:

@@ -15,9 +15,9 @@ from torch.nn import functional as F
 
 from spillway.pilots.paths import BaseType, Dynamism
 from spillway.workloads.dynamic.gates import RATE, SETTLING, Gate, groups, settle
-from spillway.workloads.dynamic.tree_batches import batches, children_of, sizes
+from spillway.workloads.dynamic.tree_batches import batches, children_of, loss, roots_of, sizes
 from spillway.workloads.stdlib_trees import NODE_TYPES, VERBS, type_ranks
-from spillway.workloads.workload import Batch, Workload, seed_everything
+from spillway.workloads.workload import Workload, seed_everything
 
 NAME = "tree-cnn"
 
@@ -59,14 +59,7 @@ class TreeCnn(nn.Module):
         results: list[Tensor] = []
         for x, below, kind in zip(inputs, children_of(above), kinds, strict=True):
             results.append(self.cells[self.cell_of[kind]](x, [results[child] for child in below]))
-        roots = [result for result, parent in zip(results, above, strict=True) if parent < 0]
-        return cast(Tensor, self.head(torch.stack(roots)))
-
-
-def loss(model: nn.Module, batch: Batch) -> Tensor:
-    """Mean cross entropy of the first word of the name, in nats."""
-    given = cast(dict[str, Tensor], batch)
-    return F.cross_entropy(model(given["types"], given["parents"]), given["verbs"])
+        return cast(Tensor, self.head(roots_of(results, above)))
 
 
 def build(

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from spillway.pilots.paths import BaseType, Dynamism
-from spillway.workloads.dynamic.tree_batches import batches, children_of, sizes
+from spillway.workloads.dynamic.tree_batches import batches, children_of, loss, roots_of, sizes
 from spillway.workloads.stdlib_trees import NODE_TYPES, VERBS
-from spillway.workloads.workload import Batch, Workload, seed_everything
+from spillway.workloads.workload import Workload, seed_everything
 
 NAME = "tree-lstm"
 
@@ -57,14 +57,7 @@ class TreeLstm(nn.Module):
         states: list[tuple[Tensor, Tensor]] = []
         for x, below in zip(inputs, children_of(above), strict=True):
             states.append(self.cell(x, [states[child][0] for child in below], [states[child][1] for child in below]))
-        roots = [hidden for (hidden, _), parent in zip(states, above, strict=True) if parent < 0]
-        return cast(Tensor, self.head(torch.stack(roots)))
-
-
-def loss(model: nn.Module, batch: Batch) -> Tensor:
-    """Mean cross entropy of the first word of the name, in nats."""
-    given = cast(dict[str, Tensor], batch)
-    return F.cross_entropy(model(given["types"], given["parents"]), given["verbs"])
+        return cast(Tensor, self.head(roots_of([hidden for hidden, _ in states], above)))
 
 
 def build(seed: int = 0, *, width: int = 32, batch: int = 1, largest: int = 48) -> Workload:
