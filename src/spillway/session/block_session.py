@@ -832,13 +832,15 @@ class _Step(AbstractStep):
             gradients = [one.grad for one in self._session._model.parameters() if one.grad is not None]
             there = [local_of(one).nbytes for one in gradients]
             available -= max(there, default=0)
+        missed = self._session._paging.missed(self._entered[1:]) if self._session._paging is not None else 0
+        available -= missed
         decision = method.begin(self._size, available)
         self._session._planner = method
         self._new |= decision.phase is Phase.COLLECTING
         self._planning += time.perf_counter() - began
         engine.rehearses = decision.collects and method.forwards > 1
         forecast = method.forecast(self._size)
-        fits = decision.phase is Phase.PLANNED and decision.plan.holds and not decision.plan.given_up
+        fits = decision.phase is Phase.PLANNED and decision.plan.holds and not decision.plan.given_up and not missed
         watch = self._watch
         return decision, forecast, self._size, fits and watch is not None and not watch.unmeasured
 

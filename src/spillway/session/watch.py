@@ -346,8 +346,8 @@ class StepWatch:
     def leave(self) -> bool:
         """Every op is to be watched from here on: what blocks hold is given up, to be recomputed storage by storage.
 
-        Returns whether that may be done: not within a backward, nor after the budget was passed, nor while something
-        waits elsewhere that the block engine itself would bring back.
+        Returns whether that may be done: not within a backward, nor after the budget was passed, nor where something
+        waits elsewhere that the block engine itself would bring back, and there is no room for it now.
         """
         if self._left or _in_backward() or self._engine.running:
             return self._left
@@ -358,6 +358,10 @@ class StepWatch:
         self._engine.settle()
         for call in ended:
             call.revoke()
+        self._taken()
+        if self._budget.short(sum(call.absent_bytes for call in ended)) <= 0:
+            for call in ended:
+                call.come_back()
         self._left = all(call.there[1] for call in ended) and not self._engine.arrived_bytes
         return self._left
 
