@@ -13,9 +13,11 @@ from torch import Tensor, nn
 import spillway
 from spillway.engines.blocks.trace import ArenaTrace
 from spillway.errors import BudgetInfeasible
+from spillway.native import library
 from spillway.native.arena import Arena, OpMemory
 from spillway.units import KiB, MiB
 
+pytestmark = pytest.mark.skipif(not library.wanted(), reason="SPILLWAY_NATIVE=0")
 WIDTH = 64
 LIGHT = 0
 
@@ -119,10 +121,7 @@ def test_where_the_directory_has_no_room_either_the_step_is_refused(peak: int, t
 
 @pytest.fixture
 def lender(tmp_path: Path) -> Iterator[OpMemory]:
-    arena = Arena.for_session()
-    if arena is None:
-        pytest.skip("needs the native parts")
-    memory = OpMemory(tmp_path)
+    arena, memory = Arena(), OpMemory(tmp_path)
     yield memory
     memory.close()
     arena.release()

@@ -10,9 +10,12 @@ is read, and what the next block is expected to need is added. If that is too mu
  4. What blocks will be recomputed on leaves as well, where anything does.
  5. A block that was to keep results of its ops, which it holds on top while it runs, keeps none.
 
-Only when more is taken than is allowed all the same is the step refused; with `BlockOptions(page=True)` the next one
-like it runs inside the tensor engine, and so does the rest of one of which it is known outside of blocks and backwards
-that it will not fit (`leave`).
+What a block needs is what was measured above the level at its seams, where that is more than the plan's figures say. A
+selective block that has no room for its backward gives up what it kept.
+
+Only when more is taken than is allowed all the same is the step refused, where nobody lends it memory (NOTE [Lent] in
+`paging.py`); with `BlockOptions(page=True)` the next one like it runs inside the tensor engine, and so does the rest of
+one of which it is known outside of blocks and backwards that it will not fit (`leave`).
 
 A plan may say when each copy in is to begin (`BlockPlan.comes_in`). At that seam it begins if there is room for it that
 is free now: beside what is taken, copies out included, and what the running block and all blocks need until its own.
