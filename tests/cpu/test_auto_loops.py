@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,11 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
 import spillway
+from spillway.methods import Action
+from spillway.methods.auto import Auto
+from spillway.methods.by_block import BlockPlan, BlockSample, InputSize, StepSample
 from spillway.session.block_session import BlockSession
+from spillway.session.paging import Paging
 from spillway.session.tensor_session import TensorSession
 
 WIDTH = 64
@@ -243,11 +248,51 @@ def surprises(kind: str) -> Loop:
     return loop
 
 
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No clock has a say in plans: blocks take a second for so many bytes, and so do copies."""
+    end = Auto.end
+
+    def told(method: Auto, step: StepSample, blocks: Sequence[BlockSample] = ()) -> None:
+        rates = {"out_rate": 1e9 * (step.out_rate > 0), "in_rate": 1e9 * (step.in_rate > 0)}
+        times = [
+            {"seconds": one.nbytes / 1e9, "backward": 2e-9 * one.nbytes * (one.backward > 0), "again": 0.0}
+            for one in blocks
+        ]
+        end(
+            method,
+            replace(step, seconds=0.0, **rates),
+            [replace(one, **of) for one, of in zip(blocks, times, strict=True)],
+        )
+
+    monkeypatch.setattr(Auto, "end", told)
+
+
 @pytest.mark.filterwarnings("ignore:3 steps of Net have told nothing")
 @pytest.mark.parametrize("share", [0.95, 0.7, 0.5])
 @pytest.mark.parametrize("kind", ["penalty", "late penalty", "second forward", "rebuilt", "rebuilt within"])
+@pytest.mark.usefixtures("counted")
 def test_what_nobody_expected_of_a_step_is_no_reason_to_refuse_it(kind: str, share: float) -> None:
     trains_as_lru(surprises(kind), share)
+
+
+@pytest.mark.parametrize("lends", [True, False])
+@pytest.mark.parametrize("action", [Action.OFFLOAD, Action.RECOMPUTE_OFFLOADED, Action.SELECTIVE])
+def test_nor_is_what_plans_had_made_of_blocks_by_then(
+    action: Action, lends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which of these it is depends on how fast copies were."""
+    plan = Auto.plan
+
+    def planned(method: Auto, size: InputSize, available: int) -> BlockPlan:
+        made = plan(method, size, available)
+        actions = tuple(Action.KEEP if one is Action.KEEP else action for one in made.actions)
+        return replace(made, actions=actions, comes_in=tuple(range(len(actions))))
+
+    monkeypatch.setattr(Auto, "plan", planned)
+    if not lends:
+        monkeypatch.setattr(Paging, "guards", lambda *_: False)
+    trains_as_lru(surprises("late penalty"), 0.5)
 
 
 def test_blocks_of_a_rebuilt_model_are_found_and_planned() -> None:

@@ -120,11 +120,14 @@ class _Family:
                 self._tell(shape, step, blocks)
         return self.reader.size(dimensions)
 
-    def learn(self, dimensions: Shape, step: StepSample, blocks: list[BlockSample], rises: dict[Seam, Bytes]) -> None:
-        """Tell the method of a measured step."""
+    def learn_rises(self, dimensions: Shape, rises: dict[Seam, Bytes]) -> None:
+        """What a measured step took above what was there at its seams."""
         if dimensions in self.seams or len(self.seams) < REMEMBERED:
             known = self.seams.setdefault(dimensions, {})
             known |= {seam: max(rise, known.get(seam, 0)) for seam, rise in rises.items()}
+
+    def learn(self, dimensions: Shape, step: StepSample, blocks: list[BlockSample]) -> None:
+        """Tell the method of a measured step."""
         if len(self.learned) < REMEMBERED:
             self.learned.append((dimensions, step, blocks))
         self._tell(dimensions, step, blocks)
@@ -832,13 +835,15 @@ class _Step(AbstractStep):
             gradients = [one.grad for one in self._session._model.parameters() if one.grad is not None]
             there = [local_of(one).nbytes for one in gradients]
             available -= max(there, default=0)
+        missed = self._session._paging.missed(self._entered[1:]) if self._session._paging is not None else 0
+        available -= missed
         decision = method.begin(self._size, available)
         self._session._planner = method
         self._new |= decision.phase is Phase.COLLECTING
         self._planning += time.perf_counter() - began
         engine.rehearses = decision.collects and method.forwards > 1
         forecast = method.forecast(self._size)
-        fits = decision.phase is Phase.PLANNED and decision.plan.holds and not decision.plan.given_up
+        fits = decision.phase is Phase.PLANNED and decision.plan.holds and not decision.plan.given_up and not missed
         watch = self._watch
         return decision, forecast, self._size, fits and watch is not None and not watch.unmeasured
 
@@ -1012,7 +1017,8 @@ class _Step(AbstractStep):
         asked = dict(zip(map(id, watch.passes), self._asked, strict=True))
         for one, step, blocks, rises in samples:
             family, dimensions = asked[id(one)]
-            family.learn(dimensions, replace(step, seconds=seconds / len(watch.passes)), blocks, rises)
+            family.learn_rises(dimensions, rises)
+            family.learn(dimensions, replace(step, seconds=seconds / len(watch.passes)), blocks)
             unlimited = not self._session._budget.limited
             if unlimited or step.peak <= one.decision.plan.projected or one.decision.phase is Phase.COLLECTING:
                 entered.traced.setdefault(self._key, set()).add(watch.path)

@@ -104,6 +104,10 @@ class Paging:
             left.returns -= 1
             self._back[size] = self._sizes.pop(size)
 
+    def missed(self, size: Like) -> Bytes:
+        """What a plan has to leave free for steps of a size that has come back after it was lent memory; else 0."""
+        return self._back[size].missed if size in self._back else 0
+
     def guards(self, trace: AbstractTrace, start: Bytes) -> bool:
         """Whether what a step takes above the budget is lent from here on, see NOTE [Lent].
 

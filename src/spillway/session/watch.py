@@ -10,9 +10,12 @@ is read, and what the next block is expected to need is added. If that is too mu
  4. What blocks will be recomputed on leaves as well, where anything does.
  5. A block that was to keep results of its ops, which it holds on top while it runs, keeps none.
 
-Only when more is taken than is allowed all the same is the step refused; with `BlockOptions(page=True)` the next one
-like it runs inside the tensor engine, and so does the rest of one of which it is known outside of blocks and backwards
-that it will not fit (`leave`).
+What a block needs is what was measured above the level at its seams, where that is more than the plan's figures say. A
+selective block that has no room for its backward gives up what it kept.
+
+Only when more is taken than is allowed all the same is the step refused, where nobody lends it memory (NOTE [Lent] in
+`paging.py`); with `BlockOptions(page=True)` the next one like it runs inside the tensor engine, and so does the rest of
+one of which it is known outside of blocks and backwards that it will not fit (`leave`).
 
 A plan may say when each copy in is to begin (`BlockPlan.comes_in`). At that seam it begins if there is room for it that
 is free now: beside what is taken, copies out included, and what the running block and all blocks need until its own.
@@ -346,8 +349,8 @@ class StepWatch:
     def leave(self) -> bool:
         """Every op is to be watched from here on: what blocks hold is given up, to be recomputed storage by storage.
 
-        Returns whether that may be done: not within a backward, nor after the budget was passed, nor while something
-        waits elsewhere that the block engine itself would bring back.
+        Returns whether that may be done: not within a backward, nor after the budget was passed, nor where something
+        waits elsewhere that the block engine itself would bring back, and there is no room for it now.
         """
         if self._left or _in_backward() or self._engine.running:
             return self._left
@@ -358,6 +361,10 @@ class StepWatch:
         self._engine.settle()
         for call in ended:
             call.revoke()
+        self._taken()
+        if self._budget.short(sum(call.absent_bytes for call in ended)) <= 0:
+            for call in ended:
+                call.come_back()
         self._left = all(call.there[1] for call in ended) and not self._engine.arrived_bytes
         return self._left
 

@@ -137,6 +137,20 @@ class HeldCall:
             return here, not any(one.absent for one in sources)
 
     @property
+    def absent_bytes(self) -> Bytes:
+        """Of what was sent away, the bytes that are not in memory and not on their way there."""
+        with self._lock:
+            call = self._call()
+            return sum(one.nbytes for one in call.waiting() if one.absent) if call is not None else 0
+
+    def come_back(self) -> None:
+        """Nothing of it waits elsewhere any more."""
+        with self._lock:
+            call = self._call()
+            if call is not None:
+                call.come_back()
+
+    @property
     def leaving_bytes(self) -> Bytes:
         """Of what was sent away, the bytes whose copies out are not done. A copy that a worker has begun holds its
         storage beyond the op that is the last to use it."""

@@ -150,7 +150,7 @@ class Auto(AbstractBlockMethod):
 
     def holds(self, size: InputSize, available: Bytes) -> bool:
         """Whether all that is to be measured of the size was, and its plan stays within so many bytes."""
-        return not self.collects(size) and self.plan(size, available).holds
+        return not self.collects(size) and self._bytes.plan(size, int(available * (1 - MARGIN))).holds
 
     def _surely(self, size: InputSize, available: Bytes) -> BlockPlan | None:
         """What is kept while something is still to be measured; None where it is not sure that this will fit."""
