@@ -11,7 +11,6 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from spillway.pilots.paths import BaseType, Dynamism
 from spillway.workloads.dynamic.tree_batches import batches, children_of, loss, roots_of, sizes
