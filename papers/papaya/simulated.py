@@ -362,10 +362,7 @@ BENCHMARK: Final = Benchmark(
     judge=_checks,
     full=Size(),
     quick=Size(
-        options={
-            "ResNet-50": {"side": 32, "depths": (1, 1)},
-            "Bert-Large": {"layers": 2, "hidden": 64, "length": 16},
-        },
+        options={"ResNet-50": {"side": 32, "depths": (1, 1)}, "Bert-Large": {"layers": 2, "hidden": 64, "length": 16}},
         methods=("plain", "compress", "checkpoint", "swap"),
         limit=100_000_000,
         logs=("resnet32",),
