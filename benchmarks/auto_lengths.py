@@ -60,8 +60,7 @@ def run(size: Size, tell: Tell) -> Result:
     budget = int(_plain_peak(size) * size.share)
     jobs = {
         name: Job(
-            function="benchmarks.auto_lengths:competitor",
-            options={"size": size, "budget": budget, "bucket": bucket},
+            function="benchmarks.auto_lengths:competitor", options={"size": size, "budget": budget, "bucket": bucket}
         )
         for name, bucket in kinds.items()
     }

@@ -227,10 +227,7 @@ BENCHMARK: Final = Benchmark(
         draws=1000,
         nets=tuple(NETS),
         steps=300,
-        trained=(
-            *((TINY, Action.COMPRESS, bits) for bits in (4, 2, 8)),
-            ("residual network", Action.COMPRESS, 4),
-        ),
+        trained=(*((TINY, Action.COMPRESS, bits) for bits in (4, 2, 8)), ("residual network", Action.COMPRESS, 4)),
     ),
     quick=Size(models=(TINY,), draws=3, nets=UNBIASED, steps=2, trained=((TINY, Action.COMPRESS, 4),)),
 )

@@ -15,7 +15,7 @@ import numpy as np
 
 from benchmarks import columns
 from benchmarks.record import Benchmark, Check, Result, Row, Tell, frozen
-from papers.dynn_offload.prefetch import FROZEN, GATED, LEARNED, NETWORKS, TRAINS
+from papers.dynn_offload.prefetch import FROZEN, GATED, NETWORKS, TRAINS, recordings
 from papers.dynn_offload.samples import samples_of
 from spillway.pilots.decisions import DecisionPilot
 from spillway.pilots.execution_blocks import max_fill
@@ -24,7 +24,7 @@ from spillway.pilots.mlp import Mlp
 from spillway.pilots.paths import Floats, Sample
 from spillway.pilots.program import OPEN, Program
 from spillway.pilots.sample_files import RecordedSamples
-from spillway.pilots.simple_pilots import Frequency, LastOfSize, Nearest
+from spillway.pilots.simple_pilots import Frequency, LastOfSize, Nearest, taught
 from spillway.pilots.ten_vectors import BLOCKS, TEN, PublishedPilot, touches_of
 
 CLOSE: Final = 0.05
@@ -47,17 +47,14 @@ class Size:
 def run(size: Size, tell: Tell) -> Result:
     """Rows of decisions, then of the published pilot, then of costs."""
     rows: list[Row] = []
-    for network, seeds in size.networks.items():
-        for state in (TRAINS, FROZEN) if network == GATED else (TRAINS,):
-            for seed in seeds:
-                recorded = samples_of(network, seed=seed, steps=size.steps, frozen=state == FROZEN, tell=tell)
-                head = {"network": network, "state": state, "seed": seed}
-                rows.append({**head, "what": "decisions", **_decisions(recorded, seed)})
-                tell("{network}, {state}, seed {seed}: {upfront:.3f} of decisions".format(**rows[-1]))
-                if seed != seeds[0]:
-                    continue
-                rows += ({**head, **row} for row in _published(recorded, seed, size.widths if network == GATED else ()))
-                tell("{network}, {state}, seed {seed}: {what}, {path} of paths".format(**rows[-1]))
+    for head, recorded in recordings(size.networks, size.steps, tell):
+        network, seed = head["network"], head["seed"]
+        rows.append({**head, "what": "decisions", **_decisions(recorded, seed)})
+        tell("{network}, {state}, seed {seed}: {upfront:.3f} of decisions".format(**rows[-1]))
+        if seed != size.networks[network][0]:
+            continue
+        rows += ({**head, **row} for row in _published(recorded, seed, size.widths if network == GATED else ()))
+        tell("{network}, {state}, seed {seed}: {what}, {path} of paths".format(**rows[-1]))
     rows += _costs(tell)
     return Result(title="DyNN-Offload: how right pilots are", columns=COLUMNS, rows=rows, notes=NOTES)
 
@@ -67,14 +64,10 @@ def run(size: Size, tell: Tell) -> Result:
 
 def _decisions(recorded: RecordedSamples, seed: int) -> Row:
     program = Program(recorded.architecture)
-    cut = int(len(recorded.samples) * LEARNED)
-    learned, later = recorded.samples[:cut], recorded.samples[cut:]
+    learned, later = recorded.parted()
     pilot = DecisionPilot(program, seed=seed)
     pilot.fit(learned)
-    others = [Frequency(program), LastOfSize(program), Nearest(program)]
-    for sample in learned:
-        for one in others:
-            one.learn(sample)
+    others = taught(program, learned, (Frequency, LastOfSize, Nearest))
     order = np.argsort(program.first_rank[1:], kind="stable")
     right: dict[str, list[float]] = {name: [] for name in ("upfront", "path", "ahead_1", "ahead_2")}
     right |= {f"{what}_{one.name}": [] for one in others for what in ("bits", "path")}
@@ -111,8 +104,7 @@ def _decisions(recorded: RecordedSamples, seed: int) -> Row:
 
 
 def _published(recorded: RecordedSamples, seed: int, widths: Sequence[int]) -> Iterator[Row]:
-    cut = int(len(recorded.samples) * LEARNED)
-    learned, later = recorded.samples[:cut], recorded.samples[cut:]
+    learned, later = recorded.parted()
     program = Program(recorded.architecture)
     allowed = max(int(touches_of(program, one).nbytes.sum()) for one in learned[::16]) // 2
     signatures = recorded.architecture.signatures

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -22,11 +22,9 @@ from spillway.pilots.pilot import AbstractPilot
 from spillway.pilots.program import Program
 from spillway.pilots.referee import Referee, modelled_seconds
 from spillway.pilots.sample_files import RecordedSamples
-from spillway.pilots.simple_pilots import SIMPLE
+from spillway.pilots.simple_pilots import taught
 from spillway.pilots.ten_vectors import PublishedPilot, touches_of
 
-LEARNED: Final = 0.75
-"""Of the samples, those in front that pilots learn before they are judged."""
 ROOM: Final = 3
 """Times the largest group of parameters, for those in use, there and on their way."""
 TRAINS, FROZEN = "trains", "frozen"
@@ -48,21 +46,25 @@ class Size:
 def run(size: Size, tell: Tell) -> Result:
     """A row a network, state, seed and ratio."""
     rows: list[Row] = []
-    for network, seeds in size.networks.items():
-        for state in (TRAINS, FROZEN) if network == GATED else (TRAINS,):
-            for seed in seeds:
-                recorded = samples_of(network, seed=seed, steps=size.steps, frozen=state == FROZEN, tell=tell)
-                for ratio in size.ratios:
-                    rows.append(_row(recorded, state, seed, ratio, size))
-                    tell(
-                        "{network}, {state}, seed {seed}, ratio {ratio}: {winner}, {gain} of the gain".format(
-                            **rows[-1]
-                        )
-                    )
+    for head, recorded in recordings(size.networks, size.steps, tell):
+        for ratio in size.ratios:
+            rows.append(head | _row(recorded, head["seed"], ratio, size))
+            tell("{network}, {state}, seed {seed}, ratio {ratio}: {winner}, {gain} of the gain".format(**rows[-1]))
     return Result(
         title="DyNN-Offload: forwards on demand, by pilot, and with the referee", columns=COLUMNS, rows=rows,
         notes=NOTES,
     )  # fmt: skip
+
+
+def recordings(
+    networks: Mapping[str, tuple[int, ...]], steps: int, tell: Tell
+) -> Iterator[tuple[dict[str, Any], RecordedSamples]]:
+    """Of every network and seed, as it trains, and of the gated one also as it stays; with what names each."""
+    for network, seeds in networks.items():
+        for state in (TRAINS, FROZEN) if network == GATED else (TRAINS,):
+            for seed in seeds:
+                recorded = samples_of(network, seed=seed, steps=steps, frozen=state == FROZEN, tell=tell)
+                yield {"network": network, "state": state, "seed": seed}, recorded
 
 
 def linked(program: Program, samples: Sequence[Sample], ratio: float) -> tuple[Device, Device]:
@@ -81,10 +83,7 @@ def pilots_of(
     """All pilots, having learned; the floor in front."""
     decisions = DecisionPilot(program, seed=seed)
     decisions.fit(learned)
-    simple: list[AbstractPilot] = [kind(program) for kind in SIMPLE]
-    for sample in learned:
-        for one in simple:
-            one.learn(sample)
+    simple = taught(program, learned)
     if published:
         largest = max(int(touches_of(program, one).nbytes.sum()) for one in learned[::16])
         paper = PublishedPilot(program, allowed=largest // 2, width=256, seed=seed)
@@ -93,10 +92,9 @@ def pilots_of(
     return [*simple, decisions], decisions
 
 
-def _row(recorded: RecordedSamples, state: str, seed: int, ratio: float, size: Size) -> Row:
+def _row(recorded: RecordedSamples, seed: int, ratio: float, size: Size) -> Row:
     program = Program(recorded.architecture)
-    cut = int(len(recorded.samples) * LEARNED)
-    learned, later = recorded.samples[:cut], recorded.samples[cut:]
+    learned, later = recorded.parted()
     computes, device = linked(program, learned, ratio)
     pilots, _ = pilots_of(program, learned, seed, published=size.published)
     referee = Referee(program, pilots, device=device, room=ROOM * max(program.nbytes))
@@ -115,8 +113,7 @@ def _row(recorded: RecordedSamples, state: str, seed: int, ratio: float, size: S
     }
     acted = max(referee.standings.values(), key=lambda one: one.acted)
     return {
-        "network": recorded.architecture.network, "state": state, "seed": seed, "ratio": ratio, "steps": len(later),
-        "decisions": program.decisions, "groups": len(program.nbytes), **by_pilot,
+        "ratio": ratio, "steps": len(later), "decisions": program.decisions, "groups": len(program.nbytes), **by_pilot,
         "time_referee": (plain + record.stall_seconds) / demanded,
         "time_known": (plain + record.known_seconds) / demanded,
         "gain": spared / possible if possible > 0 else None, "winner": acted.pilot,

@@ -22,14 +22,7 @@ from spillway.errors import DeviceFullError
 from spillway.ir import Gap, Plan, Step
 from spillway.ir.account import comes_back
 from spillway.ir.lives import Life, lives_of
-from spillway.simulation.allocators import (
-    AbstractAllocator,
-    AbstractPools,
-    BestFit,
-    Block,
-    ChunkAllocator,
-    rounded_up,
-)
+from spillway.simulation.allocators import AbstractAllocator, AbstractPools, BestFit, Block, ChunkAllocator, rounded_up
 from spillway.units import Bytes, KiB, MiB, Seconds
 
 

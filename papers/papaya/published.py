@@ -18,7 +18,7 @@ from typing import Any, Final
 import numpy
 
 from benchmarks import columns
-from benchmarks.record import Benchmark, Check, Column, Result, Row, Skipped, Tell, frozen
+from benchmarks.record import Benchmark, Check, Result, Row, Skipped, Tell, frozen
 from papers import SHARED, table
 from spillway.advisor import gains
 from spillway.advisor.fits import Points
@@ -97,6 +97,13 @@ MODELS: Final = (
 NAMED: Final[Mapping[str, Model]] = {model.name: model for model in MODELS}
 
 
+def of_models(experiments: Sequence[Experiment]) -> dict[str, Experiment]:
+    """What was measured of the five models, by their names."""
+    names = {(model.network, model.source, model.precision): model.name for model in MODELS}
+    found = ((names.get((one.network, one.source, one.precision)), one) for one in experiments)
+    return {name: one for name, one in found if name is not None and one.layers in ("", "24")}
+
+
 @frozen
 class Sweep:
     """Networks that differ in one size; from `paper` on a method trains faster than plain training."""
@@ -146,7 +153,8 @@ def run(size: Size, tell: Tell) -> Result:
     tell(f"{len(experiments)} experiments, {len(answers)} of them with peaks and times")
     fitted = [(row, rows) for rows in answers for row in rows if row.fitted is not None]
     foretold = [_foretold(row, size.draws) for row, _ in fitted]
-    averages = [_average(model, experiments) for model in MODELS]
+    five = of_models(experiments)
+    averages = [_average(model, five[model.name]) for model in MODELS]
     starts = [(sweep, start(sweep, experiments)) for sweep in SWEEPS]
     depth = gpt_depth(size.data.with_name("gpt_depth.csv"))
     rows = [
@@ -160,7 +168,7 @@ def run(size: Size, tell: Tell) -> Result:
         ],
         "starts": {sweep.name: found for sweep, found in starts},
         "gpt": None if depth is None else {"start": depth.start, "held_out": depth.held_out},
-        **_of_the_law(answers),
+        **_of_the_law(answers, five),
         "signs": _signs(answers, size.draws),
         "errors": [abs(error) for one in foretold for error in one],
     }
@@ -182,12 +190,7 @@ class Average:
     """Of the throughput of each at its own largest batch."""
 
 
-def _average(model: Model, experiments: Sequence[Experiment]) -> Average:
-    (there,) = (
-        one for one in experiments
-        if (one.network, one.source, one.precision) == (model.network, model.source, model.precision)
-        and one.layers in ("", "24")
-    )  # fmt: skip
+def _average(model: Model, there: Experiment) -> Average:
     plain, *methods = (there.methods[name] for name in (plain_name(there) or "", *model.methods))
     return Average(
         model=model,
@@ -405,19 +408,17 @@ def _of_laws(facts: Mapping[str, Any]) -> Iterator[Check]:
     )  # fmt: skip
 
 
-def _of_the_law(answers: Sequence[Sequence[Advice]]) -> dict[str, Any]:
+def _of_the_law(answers: Sequence[Sequence[Advice]], five: Mapping[str, Experiment]) -> dict[str, Any]:
     """For every method what score less point foretells and what was measured; and R of the fits of the five models."""
     judged = [(row, rows[0]) for rows in answers for row in rows if row.by_score is not None]
-    of_model = {(model.network, model.source, model.precision, name) for model in MODELS for name in model.methods}
-    of_model |= {(*key[:3], "exact") for key in of_model}
-    five = [
-        row for rows in answers for row in rows
-        if row.experiment.layers in ("", "24") and row.method != "dtr"
-        and (row.experiment.network, row.experiment.source, row.experiment.precision, row.method) in of_model
+    looked_at = {id(there): {"exact", *NAMED[name].methods} - {"dtr"} for name, there in five.items()}
+    fits = [
+        row.fitted for rows in answers for row in rows
+        if row.fitted is not None and row.method in looked_at.get(id(row.experiment), ())
     ]  # fmt: skip
     return {
         "judged": [[row.by_score, _gains(row, plain)] for row, plain in judged],
-        "linear": [r for row in five if row.fitted for r in (row.fitted.memory.r, row.fitted.time.r) if r is not None],
+        "linear": [r for one in fits for r in (one.memory.r, one.time.r) if r is not None],
     }
 
 
@@ -432,13 +433,8 @@ TITLE: Final = "PAPAYA's figures from its published measurements, one V100 with 
 
 COLUMNS: Final = (
     *columns.text(what="figure, or network and method", source="from", paper="paper", here="here"),
-    *(
-        Column(key=key, head=head, show=f"{{:.{digits}f}}".format)
-        for key, head, digits in (
-            ("r_memory", "R memory", 4), ("r_time", "R time", 4), ("r_knee", "R max(a,kx)+b", 4),
-            ("ratio", "score/point", 3), ("measured", "measured x plain", 3),
-        )
-    ),
+    *columns.shown("{:.4f}".format, r_memory="R memory", r_time="R time", r_knee="R max(a,kx)+b"),
+    *columns.ratios(ratio="score/point", measured="measured x plain"),
     *columns.shares(sure="sure", error="foretold, off by"),
     *columns.text(verdict="verdict"),
 )  # fmt: skip

@@ -20,7 +20,7 @@ from benchmarks.record import Benchmark, Check, Result, Row, Tell, frozen
 from papers.costs.left_out import ZIP, devices_of, of_logs, points_of
 from papers.costs.log_ops import LOGS
 from papers.papaya.models import BUILDS, HALF
-from papers.papaya.published import DATA, MEMORY, MODELS, NAMED
+from papers.papaya.published import DATA, MEMORY, NAMED, of_models
 from papers.search import search_largest
 from spillway.advisor.bench import AbstractBench, Trial
 from spillway.advisor.measurements import Experiment, Samples, read_measurements
@@ -191,14 +191,7 @@ def run(size: Size, tell: Tell) -> Result:
 
 def read_published(data: Path) -> dict[str, Experiment]:
     """What the paper measured of its five models, by their names; nothing where the file is not there."""
-    if not data.is_file():
-        return {}
-    keys = {(model.network, model.source, model.precision): model.name for model in MODELS}
-    return {
-        keys[key]: there
-        for there in read_measurements(data)
-        if (key := (there.network, there.source, there.precision)) in keys and there.layers in ("", "24")
-    }
+    return of_models(read_measurements(data)) if data.is_file() else {}
 
 
 def _rows(name: str, answers: Sequence[Advice], theirs: Experiment | None) -> Iterator[Row]:
@@ -369,10 +362,7 @@ BENCHMARK: Final = Benchmark(
     judge=_checks,
     full=Size(),
     quick=Size(
-        options={
-            "ResNet-50": {"side": 32, "depths": (1, 1)},
-            "Bert-Large": {"layers": 2, "hidden": 64, "length": 16},
-        },
+        options={"ResNet-50": {"side": 32, "depths": (1, 1)}, "Bert-Large": {"layers": 2, "hidden": 64, "length": 16}},
         methods=("plain", "compress", "checkpoint", "swap"),
         limit=100_000_000,
         logs=("resnet32",),

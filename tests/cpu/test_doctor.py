@@ -52,7 +52,7 @@ def test_nothing_is_measured_where_that_was_not_asked_for(
     def measured(*_: object) -> None:
         raise AssertionError
 
-    for place, name in ((on_spill, "tier_speed"), (on_spill, "disk_speed"), (on_torch, "_fastest")):
+    for place, name in ((on_spill, "tier_speed"), (on_spill, "disk_speed"), (on_torch, "fastest")):
         monkeypatch.setattr(place, name, measured)
     code, out, _ = run(capsys, "--no-measure", "--spill-directory", tmp_path)
     assert code == 0
@@ -126,7 +126,7 @@ def on_a_device(monkeypatch: pytest.MonkeyPatch, *, allocator: str = "native", f
         mem_get_info=lambda number: free(number) or (60 << 30, 80 << 30), get_allocator_backend=lambda: allocator,
     )  # fmt: skip
     monkeypatch.setattr(torch, "cuda", cuda)
-    monkeypatch.setattr(on_torch, "_link", lambda number: {"copy_out": 20 << 30, "copy_in": 22 << 30})
+    monkeypatch.setattr(on_torch, "link_rates", lambda *_: (20 << 30, 22 << 30))
     monkeypatch.setattr("spillway.engines.tensors.devices.usable_memory", lambda: 64 << 30)
     monkeypatch.setattr(on_torch, "_locked_limit", lambda: 8 << 20)
 
@@ -176,11 +176,11 @@ def test_an_allocator_that_nobody_tried_is_a_problem(monkeypatch: pytest.MonkeyP
 def test_a_link_that_cannot_be_measured_is_a_problem_and_no_error(
     error: RuntimeError, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(number: int) -> None:
+    def fails(*_: object) -> None:
         raise error
 
     on_a_device(monkeypatch)
-    monkeypatch.setattr(on_torch, "_link", fails)
+    monkeypatch.setattr(on_torch, "link_rates", fails)
     (finding,) = on_torch.devices(measure=True, environment={})
     (problem,) = finding.problems
     assert "could not be measured: CUDA" in problem.what

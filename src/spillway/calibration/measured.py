@@ -131,7 +131,7 @@ def _cpu(directory: Path) -> Device:
 
 def _cuda(directory: Path) -> Device:
     disk = disk_speed(directory)
-    out, back = _link_rates()
+    out, back = link_rates()
     return Device(
         name=HERE, flops_per_second=_matmul_rate("cuda"), bytes_per_second=_memory_rate("cuda"),
         memory=int(torch.cuda.mem_get_info(0)[1]), out_per_second=out, in_per_second=back,
@@ -151,13 +151,13 @@ def _matmul_rate(device: str) -> float:
     side = _SIDE if device == "cpu" else 8 * _SIDE
     one, other = torch.randn(2, side, side, device=device)
     into = torch.empty(side, side, device=device)
-    return 2 * side**3 / _fastest(lambda: torch.mm(one, other, out=into))
+    return 2 * side**3 / fastest(lambda: torch.mm(one, other, out=into))
 
 
 def _memory_rate(device: str) -> float:
     """Bytes per second read and written by a sum of two tensors, which reads two thirds of them."""
     one, other, into = torch.ones(3, _LARGE // 4, device=device)
-    return 3 * _LARGE / _fastest(lambda: torch.add(one, other, out=into))
+    return 3 * _LARGE / fastest(lambda: torch.add(one, other, out=into))
 
 
 def _launch(device: str) -> Seconds:
@@ -168,15 +168,16 @@ def _launch(device: str) -> Seconds:
         for _ in range(_TIMES):
             one.add(one)
 
-    return _fastest(many) / _TIMES
+    return fastest(many) / _TIMES
 
 
-def _link_rates() -> tuple[float, float]:
-    """Bytes per second out of the first CUDA device and into it."""
-    there = torch.ones(_LARGE, dtype=torch.uint8, device="cuda")
-    here = torch.empty(_LARGE, dtype=torch.uint8, pin_memory=True)
-    out = _fastest(lambda: here.copy_(there, non_blocking=True))
-    return _LARGE / out, _LARGE / _fastest(lambda: there.copy_(here, non_blocking=True))
+def link_rates(device: int = 0, nbytes: Bytes = _LARGE, patience: Seconds = PATIENCE) -> tuple[float, float]:
+    """Bytes per second of pinned copies out of a CUDA device and into it. Raises RuntimeError where CUDA refuses."""
+    with torch.cuda.device(device):
+        there = torch.ones(nbytes, dtype=torch.uint8, device="cuda")
+        here = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        out = fastest(lambda: here.copy_(there, non_blocking=True), patience)
+        return nbytes / out, nbytes / fastest(lambda: there.copy_(here, non_blocking=True), patience)
 
 
 def _page_copy(directory: Path) -> Seconds:
@@ -191,16 +192,16 @@ def _page_copy(directory: Path) -> Seconds:
         tier.free(slot)
 
     try:
-        return _fastest(moved) / 2
+        return fastest(moved) / 2
     finally:
         tier.close()
 
 
-def _fastest(action: Callable[[], object]) -> Seconds:
-    """Seconds of the fastest of the tries that `PATIENCE` allows, three at least; the first only warms up."""
+def fastest(action: Callable[[], object], patience: Seconds = PATIENCE) -> Seconds:
+    """Seconds of the fastest of the tries that there is patience for, three at least; the first only warms up."""
     _until_done(action)
     taken: list[Seconds] = []
-    ends = time.perf_counter() + PATIENCE
+    ends = time.perf_counter() + patience
     while len(taken) < 3 or time.perf_counter() < ends:
         taken.append(_until_done(action))
     return min(taken)

@@ -15,12 +15,11 @@ from spillway.calibration.named_device import device_of
 from spillway.cli.common import Json, Seed, check_writable, naming, print_json, to_print, to_terminal
 from spillway.errors import SpillwayError, UsageError
 from spillway.pilots.decisions import DecisionPilot
-from spillway.pilots.pilot import AbstractPilot
 from spillway.pilots.pilot_files import SavedPilot, TrainedPilot, read_pilot, renumbered, write_pilot
 from spillway.pilots.program import Program
 from spillway.pilots.referee import Referee, modelled_seconds
 from spillway.pilots.sample_files import RecordedSamples, read_samples, write_samples
-from spillway.pilots.simple_pilots import SIMPLE
+from spillway.pilots.simple_pilots import taught
 from spillway.pilots.ten_vectors import PublishedPilot, touches_of
 from spillway.units import format_bytes, format_seconds
 
@@ -32,8 +31,6 @@ Device = Annotated[str, typer.Option(help="The device on which fetches ahead are
 Room = Annotated[
     str, typer.Option(help="Of it for parameters: bytes, 1GiB; a share of all parameters, 0.25x; of the device, 50%.")
 ]
-LEARNED: Final = 0.75
-"""Of the samples of a file, the share in front that a pilot learns; it is judged by the rest."""
 
 
 @app.command()
@@ -97,7 +94,7 @@ def train(
     """Train a pilot on the first three quarters of the samples, and judge it by the rest."""
     check_writable(output)
     recorded = _read(samples)
-    learned = recorded.samples[: int(len(recorded.samples) * LEARNED)]
+    learned, _ = recorded.parted()
     if not learned:
         raise SpillwayError(f"{samples} holds {len(recorded.samples)} samples, too few to learn from.")
     program = Program(recorded.architecture)
@@ -172,18 +169,15 @@ def _facts(saved: SavedPilot) -> dict[str, Any]:
 def _judged(pilot: TrainedPilot, recorded: RecordedSamples, device: str, room: str) -> dict[str, Any]:
     """What the referee says of it among the simple pilots, on samples that none of them has seen."""
     program, on = pilot.program, device_of(device)
-    cut = int(len(recorded.samples) * LEARNED)
-    simple: list[AbstractPilot] = [kind(program) for kind in SIMPLE]
-    for sample in recorded.samples[:cut]:
-        for one in simple:
-            one.learn(sample)
+    learned, later = recorded.parted()
     whole = sum(one.nbytes for one in recorded.architecture.parameters)
-    referee = Referee(program, [*simple, pilot], device=on, room=budget_of_peak(room, whole, on.memory))
+    pilots = [*taught(program, learned), pilot]
+    referee = Referee(program, pilots, device=on, room=budget_of_peak(room, whole, on.memory))
     seconds = modelled_seconds(recorded.architecture, on)
-    for sample in recorded.samples[cut:]:
+    for sample in later:
         referee.learn(sample, seconds[sample.signatures])
     return {
-        "device": on.name, "room_bytes": referee.room, "samples": len(recorded.samples) - cut, **referee.told()
+        "device": on.name, "room_bytes": referee.room, "samples": len(later), **referee.told()
     }  # fmt: skip
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import re
 import resource
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
 
+from spillway.calibration.measured import fastest, link_rates
 from spillway.doctor import Finding, Problem
 from spillway.doctor.cuda_facts import NATIVE, cuda_facts
 from spillway.doctor.on_spill import rate
@@ -25,6 +25,8 @@ from spillway.units import Bytes, MiB, Seconds, format_bytes
 
 SAMPLE: Final[Bytes] = 64 * MiB
 """Bytes of one copy that is measured."""
+PATIENCE: Final[Seconds] = 0.1
+"""How long each is."""
 _SETTINGS: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _KERNELS: Final = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "DNNL_PRIMITIVE_CACHE_CAPACITY")
 """The first one that is set counts."""
@@ -97,7 +99,7 @@ def memory_copy() -> Finding:
     """How fast memory is copied within RAM."""
     source = torch.ones(SAMPLE, dtype=torch.uint8)
     target = torch.empty_like(source)
-    seconds = _fastest(lambda: target.copy_(source), lambda: None)
+    seconds = fastest(lambda: target.copy_(source), PATIENCE)
     return Finding(
         topic="memory copy",
         sentence=f"RAM is copied at {rate(SAMPLE / seconds)}: no copy to a slower tier is faster than this.",
@@ -157,7 +159,8 @@ def _device(number: int, environment: Mapping[str, str], settings: Mapping[str, 
         problems.append(Problem(what=what, fix=fix))
     if measure:
         try:
-            facts |= _link(number)
+            out, back = link_rates(number, SAMPLE, PATIENCE)
+            facts |= {"copy_out": round(out), "copy_in": round(back)}
             told += f", pinned copies out at {rate(facts['copy_out'])} and in at {rate(facts['copy_in'])}"
         except RuntimeError as error:
             what = f"Copies between pinned memory and the device could not be measured: {_first_sentence(error)}"
@@ -187,28 +190,3 @@ def _locked_limit() -> Bytes | None:
     """What a process may lock, of which pinned memory is a part on some systems; None without a limit."""
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     return None if limit in (resource.RLIM_INFINITY, -1) else limit
-
-
-def _link(number: int) -> dict[str, int]:
-    """Bytes per second between pinned memory and the device."""
-    there = torch.empty(SAMPLE, dtype=torch.uint8, device=f"cuda:{number}")
-    here = torch.empty(SAMPLE, dtype=torch.uint8, pin_memory=True)
-
-    def done() -> None:
-        torch.cuda.synchronize(number)
-
-    out = _fastest(lambda: here.copy_(there, non_blocking=True), done)
-    back = _fastest(lambda: there.copy_(here, non_blocking=True), done)
-    return {"copy_out": round(SAMPLE / out), "copy_in": round(SAMPLE / back)}
-
-
-def _fastest(copy: Callable[[], object], done: Callable[[], None], times: int = 5) -> Seconds:
-    """Seconds of the fastest of several copies; the first touches memory and does not count."""
-    taken = []
-    for _ in range(times + 1):
-        done()
-        began = time.perf_counter()
-        copy()
-        done()
-        taken.append(time.perf_counter() - began)
-    return min(taken[1:])

@@ -23,16 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from spillway.pilots.idioms import nine_vectors
-from spillway.pilots.paths import (
-    BaseType,
-    Floats,
-    Numbers,
-    OpSignature,
-    ParameterStorage,
-    PathOp,
-    ResolvedPath,
-    Sample,
-)
+from spillway.pilots.paths import BaseType, Floats, Numbers, OpSignature, ParameterStorage, PathOp, ResolvedPath, Sample
 from spillway.units import format_bytes
 
 MOST_WAYS: Final = 4

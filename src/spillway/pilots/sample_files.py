@@ -36,6 +36,8 @@ FORMAT: Final = "spillway-samples"
 """What the first line of every sample file names."""
 VERSION: Final = 1
 """The version that this code writes, and the newest that it reads."""
+LEARNED: Final = 0.75
+"""Of samples, the share in front that a pilot learns; it is judged by the rest."""
 
 
 @final
@@ -49,6 +51,11 @@ class RecordedSamples:
     """Every step."""
     facts: Mapping[str, Any]
     """How they were recorded, such as the seed and the options: what JSON can hold."""
+
+    def parted(self) -> tuple[tuple[Sample, ...], tuple[Sample, ...]]:
+        """What a pilot learns ahead, and what it is judged by."""
+        cut = int(len(self.samples) * LEARNED)
+        return self.samples[:cut], self.samples[cut:]
 
 
 def write_samples(path: str | PathLike[str], recorded: RecordedSamples) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
 from typing import Final, final
 
 import numpy as np
@@ -133,3 +134,14 @@ def _features(sample: Sample) -> Floats:
 
 SIMPLE: Final = (ProgramOrder, LastOfSize, Frequency, Nearest)
 """All of them, the floor in front."""
+
+
+def taught(
+    program: Program, samples: Sequence[Sample], kinds: Sequence[Callable[[Program], AbstractPilot]] = SIMPLE
+) -> list[AbstractPilot]:
+    """One pilot of each kind, which has learned these samples."""
+    pilots = [kind(program) for kind in kinds]
+    for sample in samples:
+        for one in pilots:
+            one.learn(sample)
+    return pilots

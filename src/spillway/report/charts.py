@@ -404,7 +404,7 @@ def draw_steps(steps: Sequence[StepReport], budgets: Sequence[Bytes], plain: Byt
     top = 1.06 * max([highest, *(line for line in known if line <= 4 * highest)])
     seen = {line: _height(line, top) for line in known if line <= top}
     of_peak = [max(group, key=lambda step: step.peak_bytes).allowed for group in groups]
-    changed = [float(one) if one in seen else math.nan for one in of_peak] if len(budgets) > 1 else [math.nan]
+    changed = [float(one) if one in seen and len(budgets) > 1 else math.nan for one in of_peak]
     curves = [
         Curve(
             name="peak", path=_line(peaks, top, HEIGHT), height=HEIGHT, ticks=_bytes_ticks(top),
@@ -420,14 +420,8 @@ def draw_steps(steps: Sequence[StepReport], budgets: Sequence[Bytes], plain: Byt
     curves += [_curve(name, values, zero=name == "time") for name, values in means.items()]
     apart = next(number for number in round_numbers() if len(steps) / number <= 8)
     told = [
-        _steps_told(
-            group,
-            peak,
-            above,
-            changed[at] if len(budgets) > 1 else math.nan,
-            {name: values[at] for name, values in means.items()},
-        )
-        for at, (group, peak, above) in enumerate(zip(groups, peaks, resident, strict=True))
+        _steps_told(group, peak, above, budget, {name: values[at] for name, values in means.items()})
+        for at, (group, peak, above, budget) in enumerate(zip(groups, peaks, resident, changed, strict=True))
     ]
     return StepsChart(
         curves=curves, told=told,

@@ -133,17 +133,12 @@ def _as_csv(steps: Sequence[StepReport]) -> str:
 
 def _figures(steps: Sequence[StepReport]) -> dict[str, Any]:
     measured = [step for step in steps if step.peak_measured]
-    names = (
-        "stall_seconds",
-        "room_seconds",
-        "recomputed_ops",
-        "recomputed_blocks",
-        "bytes_out",
-        "bytes_in",
-        "transfer_seconds",
-    )
+    summed = (
+        "stall_seconds", "room_seconds", "recomputed_ops", "recomputed_blocks", "bytes_out", "bytes_in",
+        "transfer_seconds", "dropped_bytes",
+    )  # fmt: skip
     return {
-        **{name: sum(getattr(step, name) for step in steps) for name in (*names, "dropped_bytes")},
+        **{name: sum(getattr(step, name) for step in steps) for name in summed},
         "peak": highest_peak(measured or steps), "peak_measured": bool(measured),
         "peak_rss": max((step.peak_rss_bytes for step in steps), default=0),
         "seconds": seconds_per_step([step.seconds for step in steps]), "hidden_share": hidden_share(steps),
