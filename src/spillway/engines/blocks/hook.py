@@ -28,8 +28,8 @@ _SCRIPTS: Final = "torch._jit_internal"
 def refuse_script() -> NoReturn:
     """TorchScript is about to compile what stands in front of a module, or was told of its calls."""
     raise ModelError(
-        "A model that is managed has parts of Spillway in it, which torch.jit.script cannot compile: script it before it "
-        "is managed or when its session has ended; torch.jit.trace and torch.export take it as it is, between steps."
+        "A model that is managed has parts of Spillway in it, which torch.jit.script cannot compile: script it before "
+        "it is managed or when its session has ended; torch.jit.trace and torch.export take it as it is, between steps."
     )
 
 
