@@ -42,6 +42,7 @@ COMMAND_LINE = {
         "[--spill-directory]",
         "[--output/-o]",
         "[--json]",
+        "[-m]",
     ],
     "record": [
         "WORKLOAD",

@@ -185,6 +185,22 @@ def test_without_a_budget_the_peak_is_told_and_which_budgets_would_work(loop: Pa
     assert which.endswith(f"KiB {loop} --epochs 6")
 
 
+def test_a_module_runs_as_python_runs_it(loop: Path, tmp_path: Path) -> None:
+    package = tmp_path / "pack"
+    (package / "age").mkdir(parents=True)
+    (package / "age" / "__init__.py").write_text("import torch\n")
+    (package / "age" / "loop.py").write_text(loop.read_text().replace('assert "torch" not in', '("torch") in'))
+    source = "import sys\nfrom .loop import main\nmain()\nprint(__name__, __package__, __file__, __spec__.name)\n"
+    (package / "age" / "__main__.py").write_text(source + "print(sys.argv)\nsys.exit(3)\n")
+    told = []
+    for before in ((), ("spillway", "fit", "--budget", "4MiB", "--json", "-m")):
+        command = [sys.executable, "-m", *before, "age", "--epochs", "6"]
+        told.append(subprocess.run(command, capture_output=True, text=True, cwd=package, timeout=HANGS, check=False))
+    plain, fitted = told
+    assert (fitted.stdout, fitted.returncode) == (plain.stdout, 3), fitted.stderr
+    assert json.loads(fitted.stderr)["steps"] == 6
+
+
 def test_exceptions_are_the_scripts_own(loop: Path) -> None:
     plain, fitted = run(loop, "--fail", 2), run(loop, "--fail", 2, fit=("--budget", "4MiB", "--method", "lru"))
     assert (fitted.stdout, fitted.returncode) == (plain.stdout, 1)
@@ -302,14 +318,17 @@ def test_a_refusal_is_in_the_json_and_has_a_page(tmp_path: Path) -> None:
     ("arguments", "sentence"),
     [
         (("nowhere.py",), "nowhere.py: No such file or directory."),
+        (("-m", "nowhere.at.all"), "There is no module nowhere.at.all to run: -m takes what python -m takes, "),
         (("--budget", "lots", "nowhere.py"), "'lots' is not a number of bytes"),
         (("--method", "best", "nowhere.py"), "There is no method 'best'; choose one of auto, "),
         (("-o", "no/page.html", "nowhere.py"), "no/page.html cannot be written: there is no directory no."),
     ],
 )
 def test_what_is_asked_wrongly_is_refused_before_the_script_begins(
-    arguments: tuple[str, ...], sentence: str, capsys: pytest.CaptureFixture[str]
+    arguments: tuple[str, ...], sentence: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
     with pytest.raises(SystemExit) as ended:
         main(["fit", *arguments])
     assert ended.value.code == 1

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import pickle
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +18,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 import spillway
 from spillway.engines.blocks.block_engine import BlockEngine
 from spillway.errors import ModelError
+from spillway.integrations.automatic_steps import AutomaticSteps
 from spillway.methods.actions import Action
 from spillway.native.library import compiler
 
@@ -265,3 +268,25 @@ def test_a_model_that_is_managed_is_exported_as_it_is(strict: bool) -> None:
             with memory.step(x):
                 model(x).sum().backward()
         assert memory.blocks
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+def test_torchscript_does_not_compile_a_managed_model_and_says_what_to_do() -> None:
+    """Blocks have something in front of them, steps that are watched and integrations have hooks."""
+    model, x = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(3))), torch.randn(8, 16)
+    optimizer = torch.optim.SGD(model.parameters())
+    told = r"script it before it is managed or when its session has ended; torch\.jit\.trace"
+    with spillway.manage(model, optimizer, budget="1GiB", method="checkpoint") as memory:
+        with memory.step(x):
+            model(x).sum().backward()
+        with pytest.raises(ModelError, match=told):
+            torch.jit.script(model)
+        assert torch.equal(torch.jit.script(copy.deepcopy(model))(x), model(x))
+    tight = spillway.manage(model, optimizer, budget="20KiB")
+    with tight as memory, memory.step(x), pytest.raises(ModelError, match=told):
+        torch.jit.script(model)
+    with AutomaticSteps(model, optimizer, budget="1GiB", method="delta"):
+        for one in (model, pickle.loads(pickle.dumps(model))):
+            with pytest.raises(ModelError, match=told):
+                torch.jit.script(one)
+    assert torch.equal(torch.jit.script(model)(x), model(x))

@@ -2,8 +2,8 @@
 
 NOTE [As if python ran it]. The script is `__main__`, with its own `sys.argv` and its folder first on the path. Its
 standard output is its own: what Spillway says goes to standard error. Its exceptions are shown as python shows them,
-without the frames above it, and its exit code is the command's. Nothing of torch is imported before the script does, so
-that what it sets in the environment counts.
+without the frames above it, and its exit code is the command's. So it is with a module (`-m`), whose folder is the one
+in which it is run. Nothing of torch is imported before the script does, so that what it sets in the environment counts.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ import json as json_lines
 import os
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, Annotated, Any, Final, final
+from types import CodeType, ModuleType
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, final
 
 import typer
 
 from spillway.budgets import parse_budget
 from spillway.cli.common import INTERRUPTED, Json, Method, Page, SpillDirectory, check_writable, naming
-from spillway.errors import SpillwayError, on_one_line
+from spillway.errors import SpillwayError, UsageError, on_one_line
 from spillway.methods import resolve
 from spillway.report.figures import NO_BUDGET
 from spillway.units import KiB, MiB, format_bytes, format_seconds
@@ -44,7 +44,7 @@ METHOD: Final = "auto"
 
 def fit(
     *,
-    script: Annotated[Path, typer.Argument(help="A script that trains, as python takes it.")],
+    script: Annotated[str, typer.Argument(help="A script that trains, as python takes it.")],
     arguments: Annotated[
         list[str] | None, typer.Argument(help="The script's own, options too.", show_default=False)
     ] = None,
@@ -55,6 +55,7 @@ def fit(
     spill_directory: SpillDirectory = None,
     output: Page = None,
     json: Json = False,
+    module: Annotated[bool, typer.Option("-m", help="A module instead of a script, as python -m takes it.")] = False,
 ) -> None:
     """Run a script of yours, unchanged, under a budget: a loop by hand, or of a library's trainer.
 
@@ -68,11 +69,11 @@ def fit(
     if budget is not None:
         parse_budget(budget, NO_BUDGET)  # what makes no sense is refused before the script begins
     check_writable(output)
-    with naming(script), io.open_code(os.fspath(script)) as file:
-        source = file.read()
+    program = None if module else _script(script)
     # Of the processes that torchrun or Lightning begins, one tells for all.
     first = all(os.environ.get(name, "0") == "0" for name in ("RANK", "LOCAL_RANK"))
-    told = _Told([os.fspath(script), *(arguments or [])], budget=budget, method=method, silent=json or not first)
+    command = [*["-m"] * module, script, *(arguments or [])]
+    told = _Told(script, shlex.join(command), budget=budget, method=method, silent=json or not first)
     code: str | int | None = 1
     refused: SpillwayError | None = None
     try:
@@ -80,7 +81,7 @@ def fit(
             _when_imported("torch", lambda _: told.watch(opened, spill_directory))
             for library in ("lightning.fabric", "lightning_fabric"):
                 _when_imported(f"{library}.strategies.launchers.subprocess_script", _start_as_this)
-            code = _run(script, source, arguments or [])
+            code = _run(program or _module(script), arguments or [])
     except SpillwayError as error:
         refused = error
     if first and output is not None and told.found is not None and told.found.session is not None:
@@ -100,10 +101,10 @@ def fit(
 class _Told:
     """What is said of a script's training, and when."""
 
-    def __init__(self, command: Sequence[str], *, budget: str | None, method: str, silent: bool) -> None:
+    def __init__(self, script: str, command: str, *, budget: str | None, method: str, silent: bool) -> None:
         self.found: FoundTraining | None = None
         """None as long as the script has not imported torch."""
-        self._script, self._command = command[0], shlex.join(command)
+        self._script, self._command = script, command
         self._budget, self._method, self._silent = budget, method, silent
         self._smallest: int | None = None
         self._told = 0
@@ -237,26 +238,64 @@ def _sums(reports: Sequence[StepReport]) -> dict[str, Any]:
 # ---------------------------------------------------------------------- as if python ran it
 
 
-def _run(script: Path, source: bytes, arguments: Sequence[str]) -> str | int | None:
+class _Program(NamedTuple):
+    path: str
+    """The file that it stands in, as its frames say."""
+    folder: str
+    """What is first on the path of imports."""
+    called: str
+    """What is first of its arguments."""
+    code: CodeType | bytes
+    names: Mapping[str, Any]
+    """What `__main__` has from the beginning."""
+
+
+def _script(script: str) -> _Program:
+    path = os.path.abspath(script)
+    with naming(Path(script)), io.open_code(script) as file:
+        source = file.read()
+    loader = importlib.machinery.SourceFileLoader("__main__", path)
+    names = {"__file__": path, "__loader__": loader, "__cached__": None}
+    return _Program(path, os.path.dirname(os.path.realpath(script)), script, source, names)
+
+
+def _module(name: str) -> _Program:
+    """The module, or of a package its `__main__`. Packages around it are imported."""
+    sys.path[0] = os.getcwd()
+    try:
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = importlib.util.find_spec(f"{name}.__main__")
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise
+        spec = None
+    code = getattr(spec and spec.loader, "get_code", lambda _: None)(spec and spec.name)
+    if spec is None or code is None:
+        raise UsageError(f"There is no module {name} to run: -m takes what python -m takes, in this folder.")
+    path = spec.origin or name
+    names = {"__file__": path, "__loader__": spec.loader, "__cached__": spec.cached, "__spec__": spec}
+    return _Program(path, os.getcwd(), path, code, names | {"__package__": spec.parent})
+
+
+def _run(program: _Program, arguments: Sequence[str]) -> str | int | None:
     """See NOTE [As if python ran it]. Returns what the script gave to `sys.exit`, 1 after an exception of its own.
 
     Raises SpillwayError for what Spillway refused, and KeyboardInterrupt never: it is told as python tells it.
     """
-    path = os.path.abspath(script)
     main = ModuleType("__main__")
-    loader = importlib.machinery.SourceFileLoader("__main__", path)
-    vars(main).update(__file__=path, __loader__=loader, __builtins__=__builtins__, __cached__=None)
-    sys.modules["__main__"], sys.argv = main, [os.fspath(script), *arguments]
-    sys.path[0] = os.path.dirname(os.path.realpath(script))
+    vars(main).update({"__builtins__": __builtins__, **program.names})
+    sys.modules["__main__"], sys.argv, sys.path[0] = main, [program.called, *arguments], program.folder
     try:
-        exec(compile(source, path, "exec", dont_inherit=True), vars(main))
+        source, path = program.code, program.path
+        exec(source if isinstance(source, CodeType) else compile(source, path, "exec", dont_inherit=True), vars(main))
     except SystemExit as left:
         return left.code
     except SpillwayError:
         raise
     except BaseException as error:
         trace = error.__traceback__
-        while trace is not None and trace.tb_frame.f_code.co_filename != path:
+        while trace is not None and trace.tb_frame.f_code.co_filename != program.path:
             trace = trace.tb_next
         sys.excepthook(type(error), error.with_traceback(trace), trace)
         return INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1

@@ -28,6 +28,7 @@ from typing import Any, Final, Self, Unpack, final
 import torch
 from torch._compile import _disable_dynamo
 
+from spillway.engines.blocks.hook import Unscripted
 from spillway.errors import BudgetInfeasible, UsageError
 from spillway.session import ManageOptions, Session, manage
 from spillway.session.inputs import Models, Optimizers, several, unwrapped
@@ -42,14 +43,21 @@ class _Failed(Exception):
 
 
 @final
-class _Deaf:
-    """What the hooks of a copied model tell, by whatever means it was copied."""
+class _Hears(Unscripted):
+    """A hook of a model. In a copy of it, by whatever means, it hears nothing."""
 
-    closed, _running = True, False
+    def __init__(self, hears: Callable[..., None]) -> None:
+        self._hears = hears
 
-    def _forward_begins(self, *_: Any) -> None: ...
+    @_disable_dynamo
+    def __call__(self, *told: Any) -> None:
+        self._hears(*told)
 
-    _forward_ended = _forward_begins
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Hears, (_deaf,)
+
+
+def _deaf(*_: Any) -> None: ...
 
 
 @final
@@ -93,8 +101,9 @@ class AutomaticSteps:
         self._all = frozenset(self._waiting)
         self._handles: list[Any] = []
         for one in models:
-            self._handles.append(one.register_forward_pre_hook(self._forward_begins, prepend=True, with_kwargs=True))
-            self._handles.append(one.register_forward_hook(self._forward_ended, always_call=True))
+            begins, ended = _Hears(self._forward_begins), _Hears(self._forward_ended)
+            self._handles.append(one.register_forward_pre_hook(begins, prepend=True, with_kwargs=True))
+            self._handles.append(one.register_forward_hook(ended, always_call=True))
         for each in optimizers:
             self._handles.append(each.register_step_pre_hook(self._optimizer_begins))
             self._handles.append(each.register_step_post_hook(self._optimizer_ended))
@@ -103,13 +112,10 @@ class AutomaticSteps:
         """End a step that is running, give everything back, and watch nothing any more. Calling it again is fine."""
         self.__exit__(None, None, None)
 
-    def __del__(self) -> None:
-        if not sys.is_finalizing():
+    def __del__(self, finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not finalizing():
             with contextlib.suppress(Exception):  # such as of a constructor that failed, or in another thread
                 self.close()
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return _Deaf, ()
 
     def __enter__(self) -> Self:
         return self
@@ -122,7 +128,6 @@ class AutomaticSteps:
 
     # ------------------------------------------------------------------ heard of torch
 
-    @_disable_dynamo
     def _forward_begins(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.closed or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return
@@ -140,7 +145,6 @@ class AutomaticSteps:
         self._running = True
         self.session._call_began(model, args, kwargs)
 
-    @_disable_dynamo
     def _forward_ended(self, model: torch.nn.Module, args: tuple[Any, ...], result: Any) -> None:
         error = sys.exception()
         if self._running and error is not None and result is None and id(error) != self._within:

@@ -212,7 +212,7 @@ class BlockSession(Session):
             DiskTier(spill.directory, spill.io).close()  # what is wrong with it is said now, and not within a step
         self._arena = Arena.for_session() if self._device.type == "cpu" else None
         self._meter = meter_for(self._device)
-        self._families: dict[tuple[tuple[int, ...], tuple[bool, ...]], _Family] = {}
+        self._families: dict[tuple[tuple[int, ...], tuple[tuple[str, bool, torch.dtype], ...]], _Family] = {}
         self._engine: BlockEngine | None = None
         self._finder: Hook | None = None
         self._told_unseen = self._told_above = self._told_full = False
@@ -570,7 +570,8 @@ class BlockSession(Session):
     def _family(self, batch: Any) -> _Family:
         structure = tuple(leaf.dim() for leaf in leaves(batch) if isinstance(leaf, torch.Tensor))
         # What is frozen saves nothing, so that what was learned until then says nothing of steps that train it.
-        trained = tuple(one.requires_grad for one in self._model.parameters())
+        # Nor do steps before a mask, as of pruning, or another dtype tell of those with it.
+        trained = tuple((name, one.requires_grad, one.dtype) for name, one in self._model.named_parameters())
         key = structure if self._size_of is None else (), trained
         if key not in self._families:
             reader = SizeReader(self._size_of, takes_vectors=self._method.takes_vectors)
@@ -687,7 +688,7 @@ class _Step(AbstractStep):
     def page_from_here(self) -> bool:
         """Watch every op of the rest of the step; whether that can begin here."""
         session, watch = self._session, self._watch
-        if self._paged or session._paging is None:
+        if self._paged or session._paging is None or hooks_are_off():  # within torch.func nothing can leave
             return self._paged
         if watch is not None and (self._compiled or not watch.leave()):
             return False
@@ -720,7 +721,7 @@ class _Step(AbstractStep):
 
     def pages(self, level: Bytes, call: Call) -> bool:
         session, watch = self._session, self._watch
-        if session._paging is None or not torch.is_grad_enabled():
+        if session._paging is None or not torch.is_grad_enabled() or hooks_are_off():
             return False
         compiled = session._engine is not None and self._compiled
         if watch is not None and len(watch.passes) > 1:
@@ -1052,7 +1053,8 @@ class _Step(AbstractStep):
             session._partly += partly
             if partly or not trained:
                 session._untried |= self._tries
-            elif self._tries and not (told.drops or told.moves or most > session.allowed):  # recomputing is enough
+            # Recomputing is enough; but not where a kernel has taken for itself what is in a file, and does not count.
+            elif self._tries and not (told.drops or told.moves or told.beyond_bytes or most > session.allowed):
                 session._paging.forget(self._entered[1:])
                 self._family.rises[self._dimensions] = most - self._start
             twice = sum(call.recomputes > 0 for call in ran)

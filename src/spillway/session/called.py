@@ -10,6 +10,7 @@ from typing import Any, Final, final
 import torch
 
 from spillway.engines.blocks.containers import rebuilt
+from spillway.engines.blocks.hook import Unscripted
 from spillway.engines.blocks.iterators import CannotCopyError
 from spillway.engines.tensors.probe import Called, Like
 from spillway.session.inputs import signature_of
@@ -19,7 +20,7 @@ MOST: Final = 8
 
 
 @final
-class Calls:
+class Calls(Unscripted):
     """Hooks on models for the time of a step. Copies of a model, by whatever means, have none that tells anybody."""
 
     def __init__(self) -> None:

@@ -837,8 +837,10 @@ class Replay:
             self._fail(f"saved tensor {number}, {saved.looks}, holds other values")
 
     def _fail(self, clause: str) -> None:
-        decides = "a stream of random numbers or a state outside of the model decides what it does: register it with "
-        decides += "BlockOptions(generators=...)"
+        decides = (
+            "a stream of random numbers, a state outside of the model, or a change of it since then decides what it "
+        )
+        decides += "does: change models between steps, register streams with BlockOptions(generators=...)"
         if self._call.inexact:
             decides = (
                 "it ran on arguments that had been quantized, and their values decide what it does: compress what "

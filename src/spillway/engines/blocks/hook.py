@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import sys
 import types
 from collections.abc import Callable, Iterator
-from typing import Any, Final, Protocol, final
+from typing import Any, Final, NoReturn, Protocol, final
 
 import torch
 from torch import nn
@@ -19,7 +20,28 @@ _NAME: Final = "forward"
 _OF_FUNCTIONS: Final = frozenset(
     f"__{name}__" for name in ("code", "globals", "defaults", "kwdefaults", "closure", "annotations")
 )
-"""What exporters and TorchScript read of a forward. Not `__func__`: who takes that leaves out what stands in front."""
+"""What exporters read of a forward. Not `__func__`: who takes that leaves out what stands in front."""
+_SCRIPTS: Final = "torch._jit_internal"
+"""The module of TorchScript that reads a function before it is compiled; no tracer or exporter calls it."""
+
+
+def refuse_script() -> NoReturn:
+    """TorchScript is about to compile what stands in front of a module, or was told of its calls."""
+    raise ModelError(
+        "A model that is managed has parts of Spillway in it, which torch.jit.script cannot compile: script it before "
+        "it is managed or when its session has ended; torch.jit.trace and torch.export take it as it is, between steps."
+    )
+
+
+class Unscripted:
+    """Hooks of modules."""
+
+    __name__ = "spillway"
+
+    @property
+    def __globals__(self) -> Any:
+        """Asked by TorchScript alone."""
+        refuse_script()
 
 
 class Bypassed(Protocol):
@@ -70,6 +92,8 @@ class Hook:
         return self.original
 
     def __getattr__(self, name: str) -> Any:
+        if name == "__globals__" and sys._getframe(1).f_globals.get("__name__") == _SCRIPTS:
+            refuse_script()
         if name in _OF_FUNCTIONS:
             return getattr(self.original, name)
         raise AttributeError(name)
