@@ -344,8 +344,13 @@ def test_what_was_measured_of_a_model_says_nothing_of_it_in_another_dtype() -> N
     assert most <= peak
 
 
-def test_a_forward_within_a_transform_that_does_not_fit_is_refused_and_paged_the_next_time() -> None:
+@pytest.mark.parametrize("lends", [True, False])
+def test_a_forward_within_a_transform_that_does_not_fit_is_lent_memory_or_refused_and_paged_the_next_time(
+    lends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nothing can leave within it; it ended in torch's own error."""
+    if not lends:
+        monkeypatch.setattr(Paging, "guards", lambda *_: False)
     model = layers()
 
     def forwards(x: Tensor) -> list[Tensor]:
@@ -360,8 +365,8 @@ def test_a_forward_within_a_transform_that_does_not_fit_is_refused_and_paged_the
     with spillway.manage(model, budget=memory.history[0].peak_bytes * 9 // 10) as memory:
         for number in range(5):
             model.zero_grad()
-            told = pytest.raises(BudgetInfeasible, match="is watched op by op") if number == 3 else nullcontext()
-            with told, memory.step(x):
+            refused = pytest.raises(BudgetInfeasible, match="is watched op by op")
+            with refused if number == 3 and not lends else nullcontext(), memory.step(x):
                 loss, found = model(x).sum(), forwards(x) if number > 2 else plain
                 loss.backward()
             assert all(map(torch.equal, plain, found))

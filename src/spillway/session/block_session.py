@@ -856,7 +856,7 @@ class _Step(AbstractStep):
         if watch is not None and session._budget.limited:
             needs, told = session._needs.of(optimizer), session._needs.tells(optimizer)
             try:
-                watch.optimizer_begins(needs, told=told)
+                watch.optimizer_begins(needs, told=told or self._guarded)
             except BudgetInfeasible as refusal:
                 if session._needs.assumes(optimizer):
                     refusal.add_note(_assumption(optimizer, needs))
@@ -944,7 +944,7 @@ class _Step(AbstractStep):
         if session._paging is not None:
             if self._paged:
                 return session._paging.told(refusal, session._models, session._optimizers, self._batch)
-            session._paging.remember(self._entered[1:])
+            session._paging.refused(self._entered[1:])
             refusal.add_note(
                 "The next step of this size is watched op by op, so that it fits (BlockOptions(page=True))."
             )

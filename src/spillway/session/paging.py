@@ -83,6 +83,11 @@ class Paging:
         left = self._sizes.setdefault(size, self._back.pop(size, _Left()))
         left.missed = max(left.missed, missed)
 
+    def refused(self, size: Like) -> None:
+        """The same, for good: what was refused once is not tried again."""
+        self.remember(size)
+        self._sizes[size].returns = 0
+
     def forget(self, size: Like) -> None:
         """They need not be."""
         self._sizes.pop(size, None)
