@@ -1024,44 +1024,50 @@ class _Step(AbstractStep):
             if unlimited or step.peak <= one.decision.plan.projected or one.decision.phase is Phase.COLLECTING:
                 entered.traced.setdefault(self._key, set()).add(watch.path)
 
-    def _report(self, seconds: Seconds) -> None:
-        session, watch = self._session, self._watch
-        passes = watch.passes if watch is not None else []
-        planned = self._forwards.passes if self._forwards is not None else passes
-        foretold: dict[str, Any] = {
+    def _foretold(self) -> dict[str, Any]:
+        watch = self._watch or self._forwards
+        planned = watch.passes if watch is not None else []
+        return {
             "projected_bytes": max((one.expected for one in planned), default=0),
             "projected_seconds": sum(one.decision.plan.step_seconds for one in planned),
             "planning_seconds": self._planning,
         }
+
+    def _report_paged(self, paging: Paging, seconds: Seconds) -> None:
+        session = self._session
+        ran = () if session._engine is None else session._engine.reports
+        engine, number = paging.engine, len(session.history)
+        told = report_of(engine, number, self._signature, seconds, self.logged)
+        if self._until:
+            told = replace(told, start_bytes=self._start, peak_bytes=max(told.peak_bytes, self._until))
+        told = replace(told, beyond_bytes=max(told.beyond_bytes, self._lent))
+        # And what earlier steps have left elsewhere, which was not wanted in this one: it will be in memory then.
+        most = max(told.peak_bytes, told.device_peak_bytes) + max(self._start - engine.start_bytes, 0)
+        trained = self._optimized or any(one.grad is not None for one in session._model.parameters())
+        partly = self._tries and not session._is_whole(sum(call.seconds > 0 for call in ran))
+        session._partly += partly
+        if partly or not trained:
+            session._untried |= self._tries
+        # Recomputing is enough; but not where a kernel has taken for itself what is in a file, and does not count.
+        elif self._tries and not (told.drops or told.moves or told.beyond_bytes or most > session.allowed):
+            paging.forget(self._entered[1:])
+            self._family.rises[self._dimensions] = most - self._start
+        twice = sum(call.recomputes > 0 for call in ran)
+        told = replace(told, input_size=list(self._size), blocks=len(ran), recomputed_blocks=twice)
+        session._finish(replace(told, **self._foretold()))
+
+    def _report(self, seconds: Seconds) -> None:
+        session, watch = self._session, self._watch
+        if self._paged and session._paging is not None:
+            self._report_paged(session._paging, seconds)
+            return
+        passes = watch.passes if watch is not None else []
         calls = [call for one in passes for call in one.calls]
         again = [call for call in calls if call.recomputes]
         peak = watch.peak if watch is not None else self._start
         sent, bytes_out, bytes_in, room, data = (
             now - then for now, then in zip(session._transfers(), self._before, strict=True)
         )
-        if self._paged and session._paging is not None:
-            ran = () if session._engine is None else session._engine.reports
-            engine, number = session._paging.engine, len(session.history)
-            told = report_of(engine, number, self._signature, seconds, self.logged)
-            if self._until:
-                told = replace(told, start_bytes=self._start, peak_bytes=max(told.peak_bytes, self._until))
-            told = replace(told, beyond_bytes=max(told.beyond_bytes, self._lent))
-            # And what earlier steps have left elsewhere, which was not wanted in this one: it will be in memory then.
-            most = max(told.peak_bytes, told.device_peak_bytes) + max(self._start - engine.start_bytes, 0)
-            trained = self._optimized or any(one.grad is not None for one in session._model.parameters())
-            partly = self._tries and not session._is_whole(sum(call.seconds > 0 for call in ran))
-            session._partly += partly
-            if partly or not trained:
-                session._untried |= self._tries
-            # Recomputing is enough; but not where a kernel has taken for itself what is in a file, and does not count.
-            elif self._tries and not (told.drops or told.moves or told.beyond_bytes or most > session.allowed):
-                session._paging.forget(self._entered[1:])
-                self._family.rises[self._dimensions] = most - self._start
-            twice = sum(call.recomputes > 0 for call in ran)
-            session._finish(
-                replace(told, input_size=list(self._size), blocks=len(ran), recomputed_blocks=twice, **foretold)
-            )
-            return
         report = StepReport(
             step=len(session.history), signature=self._signature, managed=bool(calls), allowed=session.allowed,
             start_bytes=self._start, peak_bytes=peak,
@@ -1072,7 +1078,7 @@ class _Step(AbstractStep):
             dropped_bytes=sum(call.own_bytes for call in again), drops=len(again), moves=int(sent), refusals={},
             escaped=0, unmanaged=0, logged=self.logged, input_size=list(self._size), blocks=len(calls),
             recomputed_blocks=len(again), revoked_blocks=sum(len(one.revoked) for one in passes),
-**foretold, room_seconds=room, peak_measured=watch is not None and watch.traced,
+            **self._foretold(), room_seconds=room, peak_measured=watch is not None and watch.traced,
             beyond_bytes=self._lent,
         )  # fmt: skip
         session._finish(report)
