@@ -15,6 +15,7 @@ from torch import nn
 
 import spillway
 from spillway.errors import BudgetInfeasible, ModelError
+from spillway.native import library
 from spillway.session import block_session as blocks
 from spillway.session.before import Before
 from spillway.session.block_session import BlockSession
@@ -560,13 +561,16 @@ def test_an_optimizer_that_tells_nothing_beforehand_is_watched_or_refused_and_ne
 
 @pytest.mark.parametrize(("method", "options"), FOREIGN)
 def test_what_such_an_update_took_is_reckoned_with_from_then_on(method: str, options: dict[str, Any]) -> None:
-    """A budget just above that is enough; one just below is not. With `page` the ops of updates are watched always."""
+    """A budget just above that is enough; one just below is not. Where nobody lends memory, and steps may be paged, the
+    ops of updates are watched always."""
     ample = [1 << 30] * 3
     taken = updated_by_foreign(method, ample, **options)[1][-1].peak_bytes
     budgets = [*ample, int(1.02 * taken), int(1.02 * taken), int(0.97 * taken)]
     said = updated_by_foreign(method, budgets, **options)[1]
     assert all(report.peak_bytes <= budget for report, budget in zip(said[:5], budgets, strict=False))
-    assert [report.ops > 0 for report in said[3:5]] == [bool(options)] * 2
+    assert [report.ops > 0 for report in said[3:5]] == [
+        bool(options) or (method == "auto" and not library.wanted())
+    ] * 2
     if method == "auto" or options:
         assert said[5].ops
         assert said[5].peak_bytes <= budgets[5]
@@ -598,8 +602,9 @@ def test_an_update_that_takes_more_than_all_before_it_is_kept_under_the_budget(l
     weights, memory = trained(budget)
     assert weights == plain
     assert max(report.peak_bytes for report in memory.history) <= budget
-    assert late == 1 or memory.history[3].projected_bytes
-    assert late == 1 or memory.history[late].beyond_bytes
+    if late == 4:  # there are plans by then, and the update is lent what it has no room for
+        assert memory.history[3].projected_bytes
+        assert not library.wanted() or memory.history[late].beyond_bytes
 
 
 def test_state_that_grows_with_every_step_is_reckoned_with() -> None:

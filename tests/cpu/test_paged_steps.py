@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import spillway
 from spillway.engines.blocks.trace import trace_for
 from spillway.errors import BudgetInfeasible
+from spillway.native import library
 from spillway.session.block_session import BlockSession
 from spillway.session.paging import Paging
 from spillway.units import MiB
@@ -322,6 +323,7 @@ def weights_and_peak(
     return weights, max(step.peak_bytes for step in memory.history)
 
 
+@pytest.mark.skipif(not library.wanted(), reason="SPILLWAY_NATIVE=0")
 def test_what_kernels_took_in_a_file_is_not_taken_for_room() -> None:
     """Linear layers in bfloat16 take for themselves what the account of a watched step has nothing of."""
     sizes = (256, 320, 384, 256, 320)
@@ -349,6 +351,8 @@ def test_a_forward_within_a_transform_that_does_not_fit_is_lent_memory_or_refuse
     lends: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing can leave within it; it ended in torch's own error."""
+    if lends and not library.wanted():
+        pytest.skip("SPILLWAY_NATIVE=0")
     if not lends:
         monkeypatch.setattr(Paging, "guards", lambda *_: False)
     model = layers()

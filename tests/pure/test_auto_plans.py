@@ -11,7 +11,7 @@ from spillway.methods.actions import Action
 from spillway.methods.auto import POLISHED, Auto
 from spillway.methods.auto.choosing import Planned
 from spillway.methods.auto.choosing import plan as planned
-from spillway.methods.auto.menus import LATELY
+from spillway.methods.auto.menus import WINDOW
 from spillway.methods.by_block import BlockPlan, BlockSample, StepSample
 from spillway.units import format_seconds
 
@@ -87,7 +87,7 @@ def test_rates_that_differ_from_step_to_step_are_no_reason_to_plan_again() -> No
 def test_a_link_that_has_become_another_one_is_planned_for_where_sizes_are_met_often() -> None:
     training = learned(110)
     training.made = 0
-    for _ in range(LATELY[0] + 2 * POLISHED):
+    for _ in range(WINDOW + 2 * POLISHED):
         did = training.step(110, rate=1e3)
     assert training.method.rates == (1e3, 1e3)
     assert 1 <= training.made <= 3
@@ -122,3 +122,19 @@ def test_seconds_are_promised_by_how_long_steps_take_and_not_by_their_best_times
         training.step(110, seconds=1.25 * expected)
     assert training.step(110).step_seconds == pytest.approx(1.25 * expected)
     assert f"expected to take {format_seconds(1.25 * expected)}, " in training.method.explained(["block"] * 5)[-1]
+
+
+def test_steps_of_several_sizes_at_once_are_each_held_against_their_own_plan() -> None:
+    """As micro-batches are: all are planned before the first of them ends."""
+    training = learned(110)
+    for _ in range(3):
+        training.step(55)
+    method, sizes = training.method, ((110,), (55,))
+    plans = [method.begin(size, AVAILABLE).plan for size in sizes]
+    for size, did in zip(sizes, plans, strict=True):
+        method.end(
+            StepSample(
+                size=size, recomputed=frozenset(), peak=did.projected, projected=did.projected, seconds=did.step_seconds
+            )
+        )
+    assert [method.begin(size, AVAILABLE).plan.step_seconds for size in sizes] == [did.step_seconds for did in plans]

@@ -270,7 +270,8 @@ def _module(name: str) -> _Program:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise
         spec = None
-    code = getattr(spec and spec.loader, "get_code", lambda _: None)(spec and spec.name)
+    loader: Any = spec.loader if spec is not None else None
+    code = loader.get_code(spec.name) if spec is not None and hasattr(loader, "get_code") else None
     if spec is None or code is None:
         raise UsageError(f"There is no module {name} to run: -m takes what python -m takes, in this folder.")
     path = spec.origin or name

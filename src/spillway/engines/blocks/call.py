@@ -839,8 +839,8 @@ class Replay:
     def _fail(self, clause: str) -> None:
         decides = (
             "a stream of random numbers, a state outside of the model, or a change of it since then decides what it "
+            "does: change models between steps, register streams with BlockOptions(generators=...)"
         )
-        decides += "does: change models between steps, register streams with BlockOptions(generators=...)"
         if self._call.inexact:
             decides = (
                 "it ran on arguments that had been quantized, and their values decide what it does: compress what "

@@ -247,8 +247,9 @@ class Auto(AbstractBlockMethod):
     def end(self, step: StepSample, blocks: Sequence[BlockSample] = ()) -> None:
         """Bytes are learned where blocks were kept or recomputed and nothing else, seconds and shares everywhere."""
         collecting = self.collects(step.size)
-        if not collecting and self._latest is not None and step.projected > 0 and step.seconds > 0:
-            self._paces.append(step.seconds / self._latest.plan.step_seconds)
+        known = self._plans.get(self._bucket(step.size))
+        if not collecting and known is not None and min(step.projected, step.seconds, known.plan.step_seconds) > 0:
+            self._paces.append(step.seconds / known.plan.step_seconds)
         whole = {sample.action for sample in blocks} <= {Action.KEEP, Action.RECOMPUTE}
         changed = whole and self._bytes.observe(step, blocks, whole=True)
         if whole and blocks:

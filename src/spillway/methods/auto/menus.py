@@ -27,10 +27,11 @@ leave."""
 
 OFF: Final = 0.15
 """A rate is another one when it has changed by more than this share."""
-LATELY: Final = (8, 256)
-"""Steps by which a rate is known: at first, and at most. Small copies are slower than large ones, so that the rates of
-steps differ with their sizes; each time that a rate became another one, twice as many steps have to agree on the next,
-and all plans need not be made again for the sizes that were met lately."""
+WINDOW: Final = 8
+"""Steps by which a rate is known at first. Small copies are slower than large ones, so that rates differ with the sizes
+of steps: each time that one became another one, the next is known by twice as many."""
+LONGEST: Final = 256
+"""Steps by which it is known at most."""
 ALIKE: Final = 0.002
 """Of what is available, by which the needs of blocks may differ that count as one kind: all as the most of them."""
 WORTH: Final = 0.95
@@ -62,20 +63,19 @@ class _Rate:
     def __init__(self) -> None:
         self.known = 0.0
         """0 before anything was copied."""
-        self._lately: deque[float] = deque(maxlen=LATELY[0])
+        self._lately: deque[float] = deque(maxlen=WINDOW)
 
     def take(self, rate: float) -> None:
         """Of one step; 0 where nothing was copied."""
         if rate <= 0:
             return
         self._lately.append(rate)
-        steps = self._lately.maxlen
-        now = median(self._lately)
+        steps, now = len(self._lately), median(self._lately)
         if not self.known:
             self.known = now
-        elif len(self._lately) == steps and abs(now - self.known) > OFF * self.known:
+        elif steps == self._lately.maxlen and abs(now - self.known) > OFF * self.known:
             self.known = now
-            self._lately = deque(maxlen=min(2 * steps, LATELY[1]))
+            self._lately = deque(maxlen=min(2 * steps, LONGEST))
 
 
 @final
