@@ -9,6 +9,7 @@ from typing import Any, Final
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules import module as torch_module
 from torch.overrides import TorchFunctionMode
@@ -24,6 +25,7 @@ from spillway.session import needs
 from spillway.session.needs import Call
 from spillway.session.tensor_session import TensorSession
 from spillway.units import Bytes
+from spillway.workloads.stdlib_lm import LanguageModel
 
 Heard = list[str]
 
@@ -163,6 +165,23 @@ def test_a_refusal_of_the_tensor_engine_is_told_as_unheard(opened: str) -> None:
     assert heard == []
     assert told.exact
     assert told.smallest_budget == plain.smallest_budget
+
+
+def test_what_ops_are_remembered_to_make_changes_nothing_and_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = LanguageModel(width=32, layers=2, heads=2, longest=32, dropout=0.1)
+    with BlockEngine(model, ["blocks.0", "blocks.1"]) as engine:
+        call = Call(engine, ((torch.zeros(4, 32, dtype=torch.long),), {}), {})
+    found = _needs(call)
+    assert not FakeTensorMode.cache
+
+    def dispatch(self: FakeTensorMode, *given: Any) -> Any:
+        self.cache_enabled = False
+        return FakeTensorMode.dispatch(self, *given)
+
+    monkeypatch.setattr(needs._Fake, "dispatch", dispatch)
+    assert None not in found
+    assert found == _needs(call)
 
 
 def test_gradients_are_not_given_up_on_trial_where_there_is_room_for_them(monkeypatch: pytest.MonkeyPatch) -> None:

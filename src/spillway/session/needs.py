@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias, cast, final
 
 import torch
@@ -115,8 +116,7 @@ def _peak(
     if reach.too_much:
         return None
     around = environment(environment.capture())
-    fake: Any = FakeTensorMode(allow_non_fake_inputs=True)
-    fake.cache_enabled = False  # it would hold on to storages that `Tensor.set_` is given
+    fake: Any = _Fake(allow_non_fake_inputs=True)
     try:
         with quiet(), reach.substituted(), untouched(model), around, grad_mode(enabled=trains):
             twin = _twin(call, fake)
@@ -133,6 +133,16 @@ def _peak(
         if by_signal(error) or not (isinstance(error, Exception) or is_the_models(error)):
             raise
         return None
+    finally:
+        FakeTensorMode.cache_clear()  # every size has entries of its own
+
+
+class _Fake(FakeTensorMode):  # type: ignore[no-untyped-call]
+    """Remembers what ops make of such tensors, but of those that are given storages: it would hold on to these."""
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = MappingProxyType({})) -> Any:
+        self.cache_enabled = not any(isinstance(one, torch.UntypedStorage) for one in args)
+        return super().dispatch(func, types, args, kwargs)
 
 
 def _twin(call: Call, fake: FakeTensorMode) -> torch.nn.Module:

@@ -133,6 +133,10 @@ class Tally(cast(Any, TorchDispatchMode)):  # type: ignore[misc]  # torch's clas
         for tensor in there:
             self._note(tensor.untyped_storage(), made=False)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch's wrapper against dynamo costs more than what it wraps, and nothing here is compiled
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if isinstance(func, HigherOrderOperator):  # what it does where nothing is compiled
             with self:
