@@ -36,8 +36,8 @@ class Resident:
         self.freed = 0
 
 
-def reclaimer(resident: Resident) -> Reclaimer:
-    made = Reclaimer(cast(Any, resident))
+def reclaimer(resident: Resident, *, kept: bool = False) -> Reclaimer:
+    made = Reclaimer(cast(Any, resident), kept=kept)
     made.limit = LIMIT
     made.settle()
     resident.reads = 0
@@ -59,6 +59,14 @@ def test_near_the_limit_it_looks_oftener(used: int, looks: int) -> None:
     for _ in range(16):
         watching.created(1 * MiB)
     assert resident.reads == looks
+
+
+def test_where_pages_are_kept_it_looks_less_often() -> None:
+    resident = Resident(used=99 * MiB, freed=0)
+    watching = reclaimer(resident, kept=True)
+    for _ in range(66):
+        watching.created(1 * MiB)
+    assert resident.reads == 2
 
 
 def test_what_was_expected_and_did_not_come_hides_nothing_that_comes_later() -> None:

@@ -109,14 +109,14 @@ class Reclaimer:
     """Returns freed memory to the system before the resident set passes a limit.
 
     It looks when so much was created since the last look, or is about to be, that the limit may be near. Where `kept`,
-    what is created lies in pages that were there, and the resident set grows by other things alone.
+    what is created lies in pages that were there, and the resident set grows by other things alone: it looks less often.
     """
 
-    __slots__ = ("_arriving", "_headroom", "_most", "_resident_set", "_returned", "highest", "limit")
+    __slots__ = ("_arriving", "_headroom", "_least", "_most", "_resident_set", "_returned", "highest", "limit")
 
     def __init__(self, resident_set: ResidentSet, *, kept: bool = False) -> None:
         self._resident_set = resident_set
-        self._most = 16 * _MOST if kept else _MOST
+        self._least, self._most = (16 * _LEAST, 16 * _MOST) if kept else (_LEAST, _MOST)
         self._headroom: Bytes = 0
         self._arriving: Bytes = 0
         self._returned: Bytes = -_LEAST  # what was resident when all freed memory had been returned last
@@ -156,7 +156,7 @@ class Reclaimer:
                 self._returned = resident = self._resident_set.read()
             self.highest = max(self.highest, resident + coming)  # some of what arrives is resident already
         resident += self._arriving
-        self._headroom = max(min(self.limit - resident, self._most), _LEAST)
+        self._headroom = max(min(self.limit - resident, self._most), self._least)
 
 
 _M_TRIM_THRESHOLD = -1
