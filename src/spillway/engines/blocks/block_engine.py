@@ -207,6 +207,8 @@ class BlockEngine:
 
     rehearses = False
     """Whether every block runs once more before it runs, is measured and forgotten: the published collector."""
+    forwards = 0
+    """How many have begun that blocks were told of."""
 
     def __init__(
         self,
@@ -500,6 +502,7 @@ class BlockEngine:
             self._reports, self._calls = [], {}
             self._first = _FirstForwards()
             self._runtime.begin_step()
+            self.forwards += 1
             if self.observer is not None:
                 self.called = without_bytes(args, kwargs)
                 self.observer.forward_begins()
