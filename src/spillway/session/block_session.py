@@ -775,9 +775,12 @@ class _Step(AbstractStep):
         """From here on the engine's blocks are told what to do, and measured."""
         session = self._session
         assert session._engine is not None
-        if self._paged:
+        session._engine.most_copied = None
+        if self._paged and session._paging is not None:
             session._engine.observer = None
             session._engine.rehearses = False
+            if self._tries:
+                session._engine.most_copied = session._paging.room_for_copies
             session._engine.bypassed = not (session._method.needs_blocks or self._tries)
             session._engine.actions = lambda block, call: Action.RECOMPUTE
             return
