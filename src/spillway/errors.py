@@ -178,6 +178,9 @@ class SpillCorruptedError(SpillError):
 class RecomputeError(SpillwayError):
     """A block cannot run a second time as it ran the first time, or did not."""
 
+    once = False
+    """Whether the next step does it in another way, so that it does not happen again."""
+
 
 class DeviceFullError(SpillwayError):
     """The device has no memory for an op, under its budget or not, although all that may leave has left."""

@@ -15,7 +15,7 @@ import spillway
 from spillway.errors import BudgetInfeasible
 from spillway.units import Bytes
 
-METHODS: Final = ("checkpoint", "mimose", "mimose-published")
+METHODS: Final = ("auto", "checkpoint", "mimose", "mimose-published")
 STEPS: Final = 3
 TOO_MUCH: Final = 1.10
 """What a refusal may name, as a multiple of the smallest that works."""

@@ -15,6 +15,7 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
 import spillway
+from spillway.errors import RecomputeError
 from spillway.methods import Action
 from spillway.methods.auto import Auto
 from spillway.methods.by_block import BlockPlan, BlockSample, InputSize, StepSample
@@ -169,22 +170,196 @@ def batch_left_out(manage: Callable[..., Any]) -> list[Any]:
     return [*found, *model.state_dict().values()]
 
 
+def by_hand(manage: Callable[..., Any]) -> list[Any]:
+    """Without an optimizer: weights are updated by the loop, which leaves no gradient behind."""
+    model = Net()
+    found: list[Any] = []
+    with manage(model, None) as memory:
+        for _ in range(6):
+            x = batch()
+            with memory.step(x):
+                loss = mean_square(model(x), x)
+                slopes = torch.autograd.grad(loss, [*model.parameters()])
+                with torch.no_grad():
+                    for weight, slope in zip(model.parameters(), slopes, strict=True):
+                        weight.sub_(slope, alpha=0.1)
+                del slopes, slope
+            found.append(loss.detach())
+    return [*found, *model.state_dict().values()]
+
+
+def three_backwards(manage: Callable[..., Any]) -> list[Any]:
+    """Of one graph, in steps of their own after a while."""
+    model = Net()
+    optimizer = torch.optim.Adam(model.parameters())
+    with manage(model, optimizer) as memory:
+        found = list(losses(model, optimizer, memory, 2))
+        x = batch()
+        for turn in range(4):
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(memory.step(x))
+                loss = mean_square(model(x), x)
+                for _ in range(2):
+                    loss.backward(retain_graph=True)
+                    if turn > 1:
+                        stack.close()
+                        stack.enter_context(memory.step(x))
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append(loss.detach())
+    return [*found, *model.state_dict().values()]
+
+
+def learns_to_learn(manage: Callable[..., Any]) -> list[Any]:
+    """A forward with weights that an update of the first has made, differentiated through that update."""
+    model = Net()
+    optimizer = torch.optim.Adam(model.parameters())
+    found: list[Any] = []
+    with manage(model, optimizer) as memory:
+        for _ in range(4):
+            x = batch()
+            with memory.step(x):
+                weights: dict[str, Tensor] = dict(model.named_parameters())
+                loss = mean_square(torch.func.functional_call(model, weights, (x,)), x)
+                slopes = torch.autograd.grad(loss, [*weights.values()], create_graph=True)
+                updated = {name: w - 0.1 * d for (name, w), d in zip(weights.items(), slopes, strict=True)}
+                loss = mean_square(torch.func.functional_call(model, updated, (x.flip(0),)), x)
+                del weights, slopes, updated
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append(loss.detach())
+    return [*found, *model.state_dict().values()]
+
+
+def updated_in_backward(manage: Callable[..., Any]) -> list[Any]:
+    model = Net()
+    optimizers = {one: torch.optim.Adam([one]) for one in model.parameters()}
+
+    def update(parameter: Tensor) -> None:
+        optimizers[parameter].step()  # type: ignore[index]
+        optimizers[parameter].zero_grad()  # type: ignore[index]
+
+    for one in optimizers:
+        one.register_post_accumulate_grad_hook(update)
+    found: list[Any] = []
+    with manage(model, list(optimizers.values())) as memory:
+        for _ in range(6):
+            x = batch()
+            with memory.step(x):
+                loss = mean_square(model(x), x)
+                loss.backward()
+            found.append(loss.detach())
+    return [*found, *model.state_dict().values()]
+
+
+def in_parts(manage: Callable[..., Any]) -> list[Any]:
+    """Gradients are accumulated over parts of a batch."""
+    model = Net()
+    optimizer = torch.optim.Adam(model.parameters())
+    found: list[Any] = []
+    with manage(model, optimizer) as memory:
+        for _ in range(6):
+            x = batch()
+            with memory.step(x):
+                for part in x.split(64):
+                    loss = mean_square(model(part), part)
+                    loss.backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append(loss.detach())
+    return [*found, *model.state_dict().values()]
+
+
+def once_a_penalty(manage: Callable[..., Any]) -> list[Any]:
+    model = Net()
+    optimizer = torch.optim.Adam(model.parameters())
+    found: list[Any] = []
+    with manage(model, optimizer) as memory:
+        for turn in range(7):
+            x = batch()
+            with memory.step(x):
+                loss = mean_square(model(x), x)
+                if turn == 1:
+                    slopes = torch.autograd.grad(loss, [*model.parameters()], create_graph=True)
+                    loss = loss + torch.stack([one.square().sum() for one in slopes]).sum()
+                    del slopes
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append(loss.detach())
+    return [*found, *model.state_dict().values()]
+
+
+def mean_square(y: Tensor, x: Tensor) -> Tensor:
+    return (y - x).square().mean()
+
+
 def seeded(loop: Loop, manage: Callable[..., Any]) -> list[bytes]:
     torch.manual_seed(0)
     found = loop(manage)
     return [*(one.numpy().tobytes() for one in found), torch.get_rng_state().numpy().tobytes()]
 
 
-LOOPS = [parts_shared, cached_weights, first_without_backward, frozen_at_first, other_budgets, batch_left_out]
+RETURNING = [by_hand, updated_in_backward, in_parts, once_a_penalty]
+LOOPS = [
+    parts_shared, cached_weights, first_without_backward, frozen_at_first, other_budgets, batch_left_out,
+    three_backwards, learns_to_learn, *RETURNING,
+]  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore:3 steps of Net have told nothing")
 @pytest.mark.parametrize("share", [1.05, 0.55, 0.36])
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda one: one.__name__)
 def test_what_lru_trains_auto_trains_to_the_same_bits(loop: Loop, share: float) -> None:
     trains_as_lru(loop, share)
 
 
-def trains_as_lru(loop: Loop, share: float) -> None:
+@pytest.mark.parametrize("loop", RETURNING, ids=lambda one: one.__name__)
+@pytest.mark.usefixtures("counted")
+def test_steps_that_recomputing_is_enough_for_are_not_watched_op_by_op_for_ever(loop: Loop) -> None:
+    assert [report.ops for report in trains_as_lru(loop, 0.9)[-3:]] == [0, 0, 0]
+
+
+@pytest.mark.usefixtures("counted")
+def test_a_block_that_did_not_run_again_as_it_ran_is_not_asked_to_again() -> None:
+    raised: list[RecomputeError] = []
+
+    def trained(manage: Callable[..., Any]) -> list[Any]:
+        model = Net()
+        optimizer = torch.optim.Adam(model.parameters())
+        with manage(model, optimizer) as memory:
+            found = list(losses(model, optimizer, memory, 2))
+            for _ in range(2):
+                x = batch()
+                for _ in range(2):
+                    with contextlib.suppress(RecomputeError), memory.step(x):
+                        loss = mean_square(model(x), x)
+                        weights = [block.wide.weight.data for block in model.blocks]
+                        torch._foreach_mul_(weights, 0.5)
+                        try:
+                            loss.backward()
+                        except RecomputeError as error:
+                            torch._foreach_mul_(weights, 2.0)
+                            optimizer.zero_grad()
+                            raised.append(error)
+                            raise
+                        optimizer.step()
+                        found.append(loss.detach())
+                        break
+                optimizer.zero_grad()
+        return [*found, *model.state_dict().values()]
+
+    reports = trains_as_lru(trained, 0.9)
+    assert [report.ops > 0 for report in reports] == [True, False, True, True]
+    assert "every op is watched" in "".join(raised.pop().__notes__)
+    assert not raised
+
+
+def trains_as_lru(loop: Loop, share: float) -> list[spillway.StepReport]:
+    """Of the steps under `auto`, at a share of the peak."""
     sessions: list[Any] = []
 
     def under(budget: Any, method: str) -> Callable[..., Any]:
@@ -199,7 +374,9 @@ def trains_as_lru(loop: Loop, share: float) -> None:
     allowed = int(share * max(report.peak_bytes for memory in sessions for report in memory.history))
     sessions.clear()
     assert seeded(loop, under(allowed, "auto")) == plain
-    assert all(report.peak_bytes <= report.allowed for memory in sessions for report in memory.history)
+    reports = [report for memory in sessions for report in memory.history]
+    assert all(report.peak_bytes <= report.allowed for report in reports)
+    return reports
 
 
 class Other(Layer):

@@ -54,16 +54,24 @@ def test_a_refusal_of_the_block_engine_names_what_works_and_hardly_more(method: 
     assert isinstance(block_refusal_cases.trained(3, method, less), BudgetInfeasible)
 
 
+def test_a_method_that_refuses_what_would_fit_names_a_bound_from_below() -> None:
+    refusal = refusal_cases.trained(CASES["autoencoder"], "uvm", 70_000)
+    assert isinstance(refusal, BudgetInfeasible)
+    assert not refusal.exact
+    assert isinstance(refusal_cases.trained(CASES["autoencoder"], "uvm", refusal.smallest_budget), BudgetInfeasible)
+
+
+@pytest.mark.parametrize("method", ["auto", "checkpoint"])
 @pytest.mark.parametrize(
     "seed", range(block_refusal_cases.LARGE, block_refusal_cases.LARGE + len(block_refusal_cases.PLACES))
 )
-def test_what_blocks_copy_of_arguments_buffers_and_attributes_is_counted(seed: int) -> None:
-    refusal = block_refusal_cases.trained(seed, "checkpoint", 100_000)
+def test_what_blocks_copy_of_arguments_buffers_and_attributes_is_counted(seed: int, method: str) -> None:
+    refusal = block_refusal_cases.trained(seed, method, 100_000)
     assert isinstance(refusal, BudgetInfeasible)
     assert refusal.exact
-    assert isinstance(block_refusal_cases.trained(seed, "checkpoint", refusal.smallest_budget), int)
+    assert isinstance(block_refusal_cases.trained(seed, method, refusal.smallest_budget), int)
     less = int(refusal.smallest_budget / block_refusal_cases.TOO_MUCH)
-    assert isinstance(block_refusal_cases.trained(seed, "checkpoint", less), BudgetInfeasible)
+    assert isinstance(block_refusal_cases.trained(seed, method, less), BudgetInfeasible)
 
 
 class Counts(nn.Module):

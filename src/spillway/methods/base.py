@@ -291,6 +291,9 @@ class AbstractPolicy(ABC):
     recalls: bool = False
     """Whether `bring_back` ever says anything but reload; asking costs time."""
 
+    refuses: bool = False
+    """Whether `relieve` refuses steps that would fit: then nobody tells from the ops alone what is enough."""
+
     follows: bool = False
     """Whether it is asked around every op, as what follows a plan has to be; asking costs time."""
 

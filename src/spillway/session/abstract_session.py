@@ -41,7 +41,7 @@ from spillway.ir.reading import fits_on_a_line
 from spillway.memory.budget import UNLIMITED
 from spillway.report.figures import scalars
 from spillway.report.html import write_report
-from spillway.session.inputs import check_sharding, leaves, storages
+from spillway.session.inputs import check_sharding, gradient_of, leaves, storages
 from spillway.session.ranks import Ranks, ranks_now
 from spillway.session.updates import Updates
 from spillway.units import Bytes, format_bytes
@@ -521,7 +521,7 @@ class Session(ABC):
             for parameter in module._parameters.values():
                 if parameter is not None:
                     yield parameters, parameter
-                    if (gradient := parameter.grad) is not None:
+                    if (gradient := gradient_of(parameter)) is not None:
                         yield gradients, gradient
             for buffer in module._buffers.values():
                 if buffer is not None:

@@ -30,7 +30,15 @@ from spillway.engines.tensors.devices import device_of, engine_for
 from spillway.engines.tensors.optimizers import Update
 from spillway.engines.tensors.origins import line_of_forward
 from spillway.engines.tensors.torch_compile import running_compiled
-from spillway.errors import BudgetInfeasible, ModelError, NoBlocksError, SpillFullError, SpillwayError, pass_notes
+from spillway.errors import (
+    BudgetInfeasible,
+    ModelError,
+    NoBlocksError,
+    RecomputeError,
+    SpillFullError,
+    SpillwayError,
+    pass_notes,
+)
 from spillway.internals.interrupts import by_signal, deliver
 from spillway.internals.private import fully_sharded, local_of, unheard_by_modes
 from spillway.internals.process_memory import HeldHeap, Reclaimer, ResidentSet, peak_rss, reset_peak
@@ -51,7 +59,7 @@ from spillway.native.arena import Arena
 from spillway.session.abstract_session import AbstractStep, Session, header, modules_of
 from spillway.session.before import Before
 from spillway.session.input_sizes import NO_COLUMNS, Columns, Shape, SizeReader
-from spillway.session.inputs import leaves, signature_of, storages
+from spillway.session.inputs import gradient_of, leaves, signature_of, storages
 from spillway.session.needs import Call, Kept, Needs, kept_by, least, recomputing
 from spillway.session.options import BlockOptions, SpillOptions
 from spillway.session.paging import UNINTERRUPTED, Paging
@@ -97,6 +105,8 @@ class _Family:
     """What steps took at most above what was there at each seam, until the next."""
     rises: dict[Shape, Bytes] = field(default_factory=dict)
     """What steps of these inputs took, at most, above what was there when they began."""
+    tried: dict[Shape, tuple[int, Bytes]] = field(default_factory=dict)
+    """The same of steps in which recomputing every block was enough, and of how many forwards they were."""
 
     def measured(self, key: Key, path: str) -> bool:
         """Whether a step like this one was measured that began in this way."""
@@ -109,6 +119,11 @@ class _Family:
             for other, rise in self.rises.items()
             if len(other) == len(dimensions) and all(other)
         )
+
+    def holds(self, dimensions: Shape, forwards: int, free: Bytes) -> bool:
+        """Whether recomputing every block was enough in a step with so many forwards, above what is there at first."""
+        most, rise = self.tried.get(dimensions, (0, 0))
+        return forwards <= most and rise <= free
 
     def size(self, dimensions: Shape) -> InputSize:
         """Of an input. If it shows that other numbers count, the method learns everything anew by those."""
@@ -283,6 +298,11 @@ class BlockSession(Session):
         return self._parts != tuple(modules_of(self._models))
 
     @property
+    def _gradients(self) -> list[torch.Tensor]:
+        """That are there."""
+        return [one for parameter in self._model.parameters() if (one := gradient_of(parameter)) is not None]
+
+    @property
     def _unknown(self) -> bool:
         """Whether nobody has named the blocks, or found them yet, and a model without any is left to another engine."""
         return self._finder is not None and self._engine is None and not self._method.needs_blocks
@@ -380,6 +400,9 @@ class BlockSession(Session):
             step.failed()
         if isinstance(error, SpillFullError):
             self._does_without_spill()
+        if isinstance(error, RecomputeError) and self._leaves_to_ops and not error.once:
+            self.blockless = True
+            error.add_note("From the next step on every op is watched, where that is no obstacle (method='lru').")
         super()._leave(step, error)
 
     def _write_blocks(self) -> None:
@@ -606,6 +629,8 @@ class _Step(AbstractStep):
         """Of each forward that a method was asked about, what it was called with."""
         self._paged = self._tries = False
         """Whether every op is watched, and whether blocks are recomputed besides, to see if that is enough."""
+        self._forwards_before = 0
+        """Forwards of the engine's, until every op was watched, that were none of this step's."""
         self._until: Bytes = 0
         """What was taken at most before every op was."""
         self._guarded = False
@@ -629,7 +654,7 @@ class _Step(AbstractStep):
         self._start = self._named = sum(self._known.values())
         if session._device.type == "cuda":
             self._start = session._meter.read()
-        self._gradients = storages((Kind.GRADIENT, p.grad) for p in session._model.parameters() if p.grad is not None)
+        self._gradients = storages((Kind.GRADIENT, one) for one in session._gradients)
         self._before = session._transfers()
         reset_peak()
         self._began = time.perf_counter()
@@ -657,7 +682,9 @@ class _Step(AbstractStep):
     def _holds(self, free: Bytes) -> bool:
         """Whether a plan for blocks is known to leave so many bytes free."""
         available = self._session._budget.allowed - self._start - free
-        return self._session._engine is not None and self._family.method.holds(self._size, available)
+        if self._session._engine is None:
+            return False
+        return self._family.method.holds(self._size, available) or self._family.holds(self._dimensions, 1, available)
 
     def micro_batch(self, batch: Any) -> None:
         """Forwards from here on are planned by the size of this batch, and teach what they take at this one."""
@@ -678,6 +705,8 @@ class _Step(AbstractStep):
         assert session._paging is not None
         session._paging.remember(self._entered[1:])
         self._paged = True
+        if session._engine is not None:
+            self._forwards_before = session._engine.forwards - self._begun
         self._stop()
         self._watch = self._trace = None
         if session._engine is not None:
@@ -719,26 +748,26 @@ class _Step(AbstractStep):
         """Whether a part is compiled: watched, it runs op by op, to other bits than compiled."""
         return any(map(is_compiled, self._session._model.modules()))
 
+    @property
+    def _begun(self) -> int:
+        """Forwards, before every op is watched."""
+        return self._watch.path.count("f") if self._watch is not None else 0
+
     def pages(self, level: Bytes, call: Call) -> bool:
-        session, watch = self._session, self._watch
+        session, family, allowed = self._session, self._family, self._session._budget.allowed
         if session._paging is None or not torch.is_grad_enabled() or hooks_are_off():
             return False
-        compiled = session._engine is not None and self._compiled
-        if watch is not None and len(watch.passes) > 1:
-            if session._method.needs_blocks or compiled:
-                return False
-            if self._family.allows(self._dimensions, session._budget.allowed - level):
-                return False
-            self._tries = True
-            return self.page_from_here()
-        if session._method.needs_blocks or compiled:
-            rise = self.recomputing(call)
-            if max(level + (rise or 0), self._start + self.update) <= session._budget.allowed:
+        later, begun = self._watch is not None and len(self._watch.passes) > 1, self._begun
+        if session._method.needs_blocks or (session._engine is not None and self._compiled):
+            rise = self.recomputing(call) if not later else None
+            if later or max(level + (rise or 0), self._start + self.update) <= allowed:
                 return False  # or nobody can tell, and the next one like it is
-        elif self._family.allows(self._dimensions, session._budget.allowed - level):
+        elif family.allows(at := self._dimensions, allowed - level) or family.holds(at, begun, allowed - self._start):
             return False
         else:
             self._tries = True
+        if later:
+            return self.page_from_here()
         self._page(max(level - self._start, 0))
         return True
 
@@ -746,9 +775,12 @@ class _Step(AbstractStep):
         """From here on the engine's blocks are told what to do, and measured."""
         session = self._session
         assert session._engine is not None
-        if self._paged:
+        session._engine.most_copied = None
+        if self._paged and session._paging is not None:
             session._engine.observer = None
             session._engine.rehearses = False
+            if self._tries:
+                session._engine.most_copied = session._paging.room_for_copies
             session._engine.bypassed = not (session._method.needs_blocks or self._tries)
             session._engine.actions = lambda block, call: Action.RECOMPUTE
             return
@@ -774,7 +806,8 @@ class _Step(AbstractStep):
     def call(self, called: tuple[Any, dict[str, Any]]) -> Call:
         engine, model = self._session._engine, self._session._model
         assert engine is not None
-        gradients = {name: one.grad.nbytes for name, one in model.named_parameters() if one.grad is not None}
+        there = ((name, gradient_of(one)) for name, one in model.named_parameters())
+        gradients = {name: one.nbytes for name, one in there if one is not None}
         return Call(engine, called, gradients)
 
     def rise(self, seam: Seam) -> Bytes:
@@ -833,8 +866,7 @@ class _Step(AbstractStep):
         began = time.perf_counter()
         method = self._family.method
         if not method.needs_blocks:  # a gradient that is there has the new one beside it for a moment
-            gradients = [one.grad for one in self._session._model.parameters() if one.grad is not None]
-            there = [local_of(one).nbytes for one in gradients]
+            there = [local_of(one).nbytes for one in self._session._gradients]
             available -= max(there, default=0)
         missed = self._session._paging.missed(self._entered[1:]) if self._session._paging is not None else 0
         available -= missed
@@ -962,7 +994,7 @@ class _Step(AbstractStep):
     def conclude(self) -> None:
         seconds = time.perf_counter() - self._began
         session = self._session
-        if session._unknown and (self._optimized or any(one.grad is not None for one in session._model.parameters())):
+        if session._unknown and (self._optimized or session._gradients):
             session.blockless = True  # it was trained without being called
         try:
             if session._before is not None:
@@ -979,6 +1011,7 @@ class _Step(AbstractStep):
             self._optimized
             and not self._paged
             and not (self._watch is not None and self._watch.passes)
+            and not (self._session._engine is not None and self._session._engine.forwards)
             and not self._session._told_unseen
         ):
             self._session._told_unseen = True
@@ -1043,7 +1076,8 @@ class _Step(AbstractStep):
         told = replace(told, beyond_bytes=max(told.beyond_bytes, self._lent))
         # And what earlier steps have left elsewhere, which was not wanted in this one: it will be in memory then.
         most = max(told.peak_bytes, told.device_peak_bytes) + max(self._start - engine.start_bytes, 0)
-        trained = self._optimized or any(one.grad is not None for one in session._model.parameters())
+        twice = sum(call.recomputes > 0 for call in ran)
+        trained = self._optimized or twice > 0 or bool(session._gradients)
         partly = self._tries and not session._is_whole(sum(call.seconds > 0 for call in ran))
         session._partly += partly
         if partly or not trained:
@@ -1051,8 +1085,11 @@ class _Step(AbstractStep):
         # Recomputing is enough; but not where a kernel has taken for itself what is in a file, and does not count.
         elif self._tries and not (told.drops or told.moves or told.beyond_bytes or most > session.allowed):
             paging.forget(self._entered[1:])
-            self._family.rises[self._dimensions] = most - self._start
-        twice = sum(call.recomputes > 0 for call in ran)
+            self._family.rises[self._dimensions] = rise = most - self._start
+            forwards = 0 if session._engine is None else session._engine.forwards - self._forwards_before
+            known, _ = self._family.tried.get(self._dimensions, (0, 0))
+            if forwards >= known:
+                self._family.tried[self._dimensions] = forwards, rise
         told = replace(told, input_size=list(self._size), blocks=len(ran), recomputed_blocks=twice)
         session._finish(replace(told, **self._foretold()))
 

@@ -39,6 +39,12 @@ def signature_of(batch: Any) -> str:
     )
 
 
+def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
+    """None as well for what stands in a parameter's place, such as weights after an update of `functional_call`: torch
+    warns where the gradient of a tensor is read that will have none."""
+    return parameter.grad if parameter.is_leaf or parameter.retains_grad else None
+
+
 def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
     """Of a nested tensor how many tensors it has, and how many elements they have together."""
     if not tensor.is_nested:

@@ -83,6 +83,11 @@ class Paging:
         left = self._sizes.setdefault(size, self._back.pop(size, _Left()))
         left.missed = max(left.missed, missed)
 
+    @property
+    def room_for_copies(self) -> Bytes:
+        """The largest storage that can be there beside a copy of it, with something to spare."""
+        return (self.engine.budget.allowed - self.engine.never_leaves()) * 9 // 20
+
     def refused(self, size: Like) -> None:
         """The same, for good: what was refused once is not tried again."""
         self.remember(size)

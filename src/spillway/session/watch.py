@@ -50,6 +50,7 @@ from spillway.memory.budget import Budget
 from spillway.methods.actions import Action
 from spillway.methods.by_block import BlockSample, Decision, Forecast, InputSize, StepSample
 from spillway.methods.mimose.peaks import orders
+from spillway.session.inputs import gradient_of
 from spillway.session.needs import Call
 from spillway.units import Bytes, MiB, Seconds
 
@@ -769,6 +770,14 @@ class StepWatch:
                 found.append(Update(state, window.peak - window.level - state))
         return found
 
+    def _end_of(self, one: Pass) -> int:
+        """The mark at which a pass was over: that of the next, or of an update after the backward. Hooks of gradients
+        may update in the middle of it."""
+        kinds = [mark.kind for mark in self._marks]
+        end = next((at for at in range(one.at + 1, len(kinds)) if kinds[at] == "forward"), len(kinds))
+        back = max((at for at in range(one.at, end) if kinds[at] == "reached"), default=one.at)
+        return next((at for at in range(back, end) if kinds[at] == "optimizer"), end)
+
     def samples(self) -> list[tuple[Pass, StepSample, list[BlockSample], dict[Seam, Bytes]]]:
         """What a traced step has to tell of each of its passes that went backward, and of whose calls none failed; with
         what was taken at most above what was there at each seam."""
@@ -781,8 +790,7 @@ class StepWatch:
                 return []  # a backward of an earlier forward beside a later one: no step that a forecast is of
         found = []
         for one in self.passes:
-            later = range(one.at + 1, len(self._marks))
-            end = next((at for at in later if self._marks[at].kind in ("forward", "optimizer")), len(self._marks))
+            end = self._end_of(one)
             over = self._marks[end].at if end < len(self._marks) else self._stopped
             rates = self._engine.lane_rates() if one.moves else (0.0, 0.0)
             measured = _Measured(one, self._marks[one.at : end], self.windows[one.at : end], over, rates)
@@ -938,4 +946,4 @@ def _in_backward() -> bool:
 
 def without_gradient(model: torch.nn.Module) -> set[int]:
     """Parameters for which a backward creates one, by id."""
-    return {id(parameter) for parameter in model.parameters() if parameter.requires_grad and parameter.grad is None}
+    return {id(one) for one in model.parameters() if one.requires_grad and gradient_of(one) is None}

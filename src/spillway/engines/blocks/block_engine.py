@@ -29,7 +29,7 @@ from spillway.engines.blocks.compiled_blocks import (
     is_compiled,
 )
 from spillway.engines.blocks.compress import Compressor
-from spillway.engines.blocks.containers import rebuilt
+from spillway.engines.blocks.containers import rebuilt, tensors
 from spillway.engines.blocks.discovery import named
 from spillway.engines.blocks.extra_forward import Seen, undone, without_locals
 from spillway.engines.blocks.groups import Group, Grouped, by_sequential, first_children
@@ -207,6 +207,10 @@ class BlockEngine:
 
     rehearses = False
     """Whether every block runs once more before it runs, is measured and forgotten: the published collector."""
+    forwards = 0
+    """How many have begun that blocks were told of."""
+    most_copied: Bytes | None = None
+    """The largest storage that may be copied for a second run. Calls that would copy more run as if nobody watched."""
 
     def __init__(
         self,
@@ -500,6 +504,7 @@ class BlockEngine:
             self._reports, self._calls = [], {}
             self._first = _FirstForwards()
             self._runtime.begin_step()
+            self.forwards += 1
             if self.observer is not None:
                 self.called = without_bytes(args, kwargs)
                 self.observer.forward_begins()
@@ -522,6 +527,9 @@ class BlockEngine:
         if runtime.is_checkpointed() or block.checkpoints_itself():
             if replay is None and torch._C._current_graph_task_id() == -1:
                 self._pass_by(block)
+            return block.forward(*args, **kwargs)
+        most = self.most_copied if replay is None and runtime.call is None else None
+        if most is not None and _largest(block, args, kwargs) > most:
             return block.forward(*args, **kwargs)
         return self._watched_call(block, replay, args, kwargs)
 
@@ -654,6 +662,14 @@ def _open_store(
         streams = CudaStreams(device)
         return Store(HostLanes(streams, HostPool(streams.pin, pinned)))
     return Store(DiskLanes(DiskTier(directory, io), when_freed))
+
+
+@unheard_by_modes
+def _largest(block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Bytes:
+    """Storage that a call may write to: of an argument, a buffer or an attribute."""
+    held = [(*vars(one).values(), *one._buffers.values()) for one in block.module.modules()]
+    found = (one for one in tensors((args, kwargs, held)) if not isinstance(one, nn.Parameter))
+    return max((one.untyped_storage().nbytes() for one in found if torch._C._has_storage(one)), default=0)
 
 
 def _device_of(model: nn.Module) -> torch.device:

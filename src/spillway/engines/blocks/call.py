@@ -761,10 +761,12 @@ def check_unchanged(call: BlockCall) -> None:
     moved = next((i for i, one in enumerate(call.arguments()) if one.moved_on and not one.copied), None)
     if moved is not None:
         call.block.written.add((call.number, moved))
-        raise RecomputeError(
+        error = RecomputeError(
             f"Argument {moved} of {call.name} was written to in place after the block had run, for the first time "
             f"in this step, so the block cannot run again as it ran; from the next step on it is copied first."
         )
+        error.once = True
+        raise error
     written = call.snapshot.written()
     if written:
         raise RecomputeError(

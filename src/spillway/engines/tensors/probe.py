@@ -79,7 +79,7 @@ def smallest_budget(
 
     It is exact if the models could be run on fake tensors as they were called, or the first of them, if none was called
     by then, with the batch (`model(**batch)`, `model(*batch)` or `model(batch)`, or as much of it as the model takes);
-    a bound from below otherwise.
+    a bound from below otherwise, and where the policy refuses steps by itself.
     """
     update = functools.reduce(Update.beside, (update_of(one) or assumed(one) for one in optimizers), Update())
     escaped = sum(storage.nbytes for storage in list(engine.table.values()) if storage.escaped)
@@ -93,7 +93,8 @@ def smallest_budget(
     reserved = engine.controller.budget.reserved
     return BudgetInfeasible(
         needed=error.needed + reserved, allowed=error.allowed + reserved, op=error.op, op_index=error.op_index,
-        smallest_budget=int(largest * MARGIN) + reserved, exact=probed is not None,
+        smallest_budget=int(largest * MARGIN) + reserved,
+        exact=probed is not None and not engine.controller.policy.refuses,
     )  # fmt: skip
 
 
