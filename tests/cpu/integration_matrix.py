@@ -95,7 +95,7 @@ def verdict(row: Row, method: str, situation: str) -> str:
     except (ModelError, UsageError) as refusal:
         return str(refusal)
     assert _same(plain.told, found.told), f"{method}, {situation}: {found.told} was told, and plainly {plain.told}"
-    assert plain.state.keys() == found.state.keys()
+    assert plain.state.keys() == found.state.keys(), f"{method}, {situation}: other tensors are left"
     wrong = [name for name, value in plain.state.items() if not _same(value, found.state[name])]
     assert not wrong, f"{method}, {situation}: {', '.join(wrong[:5])} are other than after a plain training"
     assert 0 < max(found.peaks) <= budget, f"{method}, {situation}: a peak of {max(found.peaks)}, a budget of {budget}"

@@ -141,6 +141,30 @@ def test_more_than_can_be_looked_at_keeps_the_block(monkeypatch: pytest.MonkeyPa
     assert set(_kept(model)) == {"more than 20 things can be reached from it"}
 
 
+class Answering:
+    """Answers for every attribute that is not there with an error of its own, as some of pydantic's do."""
+
+    __slots__ = ("empty", "there")
+
+    def __init__(self) -> None:
+        self.there = [1]
+
+    def __getattr__(self, name: str) -> Any:
+        raise ZeroDivisionError
+
+
+def test_who_answers_for_attributes_that_are_not_there_is_not_asked() -> None:
+    answering = Answering()
+    found = Reach((answering,))
+    answering.there.append(2)
+    answering.empty = 3
+    assert found.changed()
+    found.restore()
+    assert answering.there == [1]
+    with pytest.raises(ZeroDivisionError):
+        answering.empty  # noqa: B018
+
+
 def test_a_walk_stops_at_libraries() -> None:
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2), 2, enable_nested_tensor=False)
     assert len(Reach(reach_of((model,)))._entries) < 600

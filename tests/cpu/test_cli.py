@@ -16,15 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
-from spillway import __version__, workloads
+from spillway import __version__, manage, workloads
 from spillway.cli import common, demo, main
 from spillway.ir import RunWriter, read_run
 from spillway.tiers.disk import DiskTier
 from tests.shared import HANGS, without_page
 
 WORKLOADS = """
-import os, signal, time
+import dataclasses, os, signal, time
 import torch
 from torch.nn import functional as F
 from spillway.workloads import Workload, seed_everything
@@ -71,6 +72,12 @@ def crashing(seed, batch=8):
     return small(seed, lambda model, batch: model(batch[0]).no_such_name)  # here
 
 
+def growing(seed, batch=8):
+    def batches(steps):
+        return ((torch.ones(64 * batch, 128),) for _ in range(steps))
+    return dataclasses.replace(small(seed), batches=batches, size=batch)
+
+
 def killed(seed):
     return small(seed, lambda model, batch: os.kill(os.getpid(), signal.SIGKILL))
 
@@ -95,7 +102,6 @@ def slow(seed):
 
 
 def without_batches(seed):
-    import dataclasses
     return dataclasses.replace(small(seed), batches=lambda steps: iter(()))
 
 """
@@ -183,6 +189,29 @@ def test_a_percentage_of_a_device_is_said_to_be_one(spillway: Command) -> None:
         "50%: percentages are of the 80.00 GiB of a100; a share of the plain peak is written with an x, as 0.5x."
     ]
     assert spillway("simulate", "step.jsonl", "--budget", "0.5x", "--json").err == ""
+
+
+def test_half_is_half_of_the_device_in_every_verb_and_on_the_cpu_of_what_this_process_may_use(
+    spillway: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("engines.tensors.devices", "cli.train", "cli.demo", "cli.advise"):
+        monkeypatch.setattr(f"spillway.{module}.usable_memory", lambda: 2 << 30)
+    assert spillway("record", "workloads.py:small", "-o", "step.jsonl").code == 0
+    for words in (
+        ("simulate", "step.jsonl", "--budget", "50%"),
+        ("plan", "step.jsonl", "--budget", "50%", "--method", "sqrt-n"),
+        ("compare", "step.jsonl", "--budgets", "50%", "--methods", "lru", "--processes", "1", "--no-bounds"),
+    ):
+        assert f'"budget_bytes": {40 << 30},' in spillway(*words, "--device", "a100", "--json").out
+    simulated = ("--simulate", "a100", "--methods", "checkpoint", "--batches", "1,2,3,4")
+    advised = spillway("advise", "workloads.py:growing", "--memory", "50%", *simulated, "--json")
+    assert f'"limit_bytes": {40 << 30},' in advised.out
+    trained = spillway("train", "workloads.py:small", "--budget", "50%", "--steps", "1", "--json")
+    assert f'"budget_bytes": {1 << 30},' in trained.out
+    with manage(nn.Linear(2, 2), budget="50%") as memory:  # as `spillway fit` hands it on
+        assert memory.allowed == 1 << 30
+    for words in (("demo", "--budgets", "3GiB"), ("train", "workloads.py:small", "--budget", "3GiB")):
+        assert sentence(spillway(*words)) == "A budget of '3GiB' is more than the 2.00 GiB that the device has."
 
 
 @pytest.mark.parametrize("command", [("train", "small", "--budget", "1MiB"), ("demo",)])

@@ -18,6 +18,7 @@ import torch
 from torch import distributed
 
 from spillway.errors import ModelError
+from tests.architecture.documents import blocks
 from tests.cpu.integration_matrix import Row, Trained, cells, check
 from tests.cpu.integration_processes import STEPS, train
 from tests.cpu.process_judge import Group, GroupDied, group
@@ -173,13 +174,21 @@ def test_the_example_has_the_losses_of_the_same_script_without_its_two_lines(way
 
 
 def test_the_example_runs_under_torchrun(tmp_path: Path) -> None:
-    command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
-    command += ["--rdzv-endpoint", "127.0.0.1:0", str(EXAMPLE), *STEPS_OF_EXAMPLE]
+    """By the command of the page on integrations."""
+    (shown,) = blocks((ROOT / "docs" / "integrations.md").read_text("utf-8"), "sh")
+    command = ["-m", "torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
+    command += [*shown.split()[1:], *STEPS_OF_EXAMPLE]
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)
     }  # fmt: skip
     done = subprocess.run(
-        [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=HANGS, check=False
+        [sys.executable, *command],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=HANGS,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     losses = re.findall(r"rank \d, step \d: loss [\d.]+", done.stdout)

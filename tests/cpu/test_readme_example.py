@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,9 @@ import torch
 
 import spillway
 from spillway.budgets import parse_bytes
-from spillway.cli import main
-from spillway.ir import read_step
-from spillway.ir.plan_files import read_plan
-from spillway.methods import AbstractPolicy, Planned
+from spillway.methods import AbstractPolicy
 from spillway.workloads import get
-from tests.architecture.documents import blocks, commands, documents
+from tests.architecture.documents import blocks, documents
 from tests.architecture.source import ROOT
 from tests.cpu.test_extending import example
 
@@ -67,19 +63,6 @@ def test_the_example_of_the_readme_needs_as_much_without_a_budget_as_is_said_the
     exec(example, names)
     peak = max(step.peak_bytes for step in names["memory"].history)
     assert f"these steps need {peak / 2**20:.0f} MiB" in DOCUMENTS["README.md"]
-
-
-def test_the_command_on_the_page_of_commands_trains_the_example_to_the_same_bits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shown = commands(DOCUMENTS["docs/commands.md"])
-    (words,) = [words[1:] for words in shown if words[1] == "train" and len(words) > 2]
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as end:
-        main([str(ROOT / word) if word.startswith("examples/") else word for word in words])
-    assert end.value.code == 0
-    assert "identical" in capsys.readouterr().out
-    assert "<svg" in (tmp_path / "sorting.html").read_text("utf-8")
 
 
 def test_the_example_workload_gives_the_same_batches_every_time_in_changing_lengths() -> None:
@@ -145,53 +128,3 @@ def test_the_example_of_the_readme_trains_in_blocks_and_so_does_a_transformer(mo
     names: dict[str, Any] = {}
     exec(example, names)
     assert all(step.recomputed_blocks > 0 == step.ops for step in names["memory"].history)
-
-
-SMALLER = {
-    "resnet50": "WORKLOAD", "bert-base": "WORKLOAD", "1440": "4", "16": "4", "80GB": "80%", "STEP": "bert.jsonl.gz",
-}  # fmt: skip
-"""What is put in place of the words of a command, so that it takes no time."""
-
-
-def test_the_commands_on_their_page_about_recorded_steps_run_one_after_the_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "small.py").write_text(SMALL, "utf-8")
-    ran = []
-    for words in commands(DOCUMENTS["docs/commands.md"]):
-        if words[1] not in ("record", "simulate", "compare", "plan") or len(words) < 4:
-            continue
-        given = [SMALLER.get(word, word).replace("WORKLOAD", "small.py:build") for word in words[1:]]
-        if words[1] == "compare":
-            given += ["--methods", "lru,delta", "--processes", "1", "--no-bounds"]
-        with pytest.raises(SystemExit) as end:
-            main(given)
-        assert end.value.code == 0, f"{given}: {capsys.readouterr().err}"
-        ran.append(words[1])
-    assert ran == ["record", "simulate", "record", "compare", "plan"]
-    wanted = ("resnet50.jsonl.gz", "resnet50.run.jsonl", "bert.jsonl.gz", "compare.html", "compare.png", "plan.jsonl")
-    assert [name for name in wanted if not (tmp_path / name).exists()] == []
-    with pytest.raises(SystemExit):
-        main(["report", "resnet50.run.jsonl", "--perfetto", "trace.json"])
-    assert "simulated" in (tmp_path / "resnet50.run.html").read_text("utf-8")
-    assert json.loads((tmp_path / "trace.json").read_text("utf-8"))["traceEvents"]
-    recorded = read_step("bert.jsonl.gz").step
-    planned = Planned(read_plan("plan.jsonl", recorded).plan, recorded)
-    assert spillway.simulate(recorded, budget=0.6, method=planned).status == "ok"
-
-
-SMALL = """
-import torch
-from spillway.workloads import Workload, seed_everything
-
-def build(*, seed=0, batch=4, length=256):
-    seed_everything(seed)
-    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(12)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    def batches(steps):
-        return ((torch.ones(length * batch, 64),) for _ in range(steps))
-    def loss(model, batch):
-        return model(batch[0]).square().mean()
-    return Workload(name="small", model=model, optimizers=(optimizer,), batches=batches, loss=loss, size=batch)
-"""

@@ -55,7 +55,7 @@ from spillway.cli.common import (
 )
 from spillway.doctor import on_system
 from spillway.errors import BudgetError, SpillwayError, UsageError
-from spillway.internals.machine_memory import machine_memory
+from spillway.internals.machine_memory import usable_memory
 from spillway.ir import Step
 from spillway.report.drawing import check_drawing
 from spillway.units import Bytes, Seconds, format_bytes, format_seconds
@@ -218,7 +218,7 @@ def advise_(
     """
     exchanged = (devices, gradients, link, latency)
     wanted = _Wanted(memory=memory, small_batches=small_batches, devices=exchanged, output=output, json=json)
-    wanted.limit(None if measurements is not None else machine_memory())  # what is wrong with it is said now
+    wanted.limit(None if measurements is not None else usable_memory())  # what is wrong with it is said now
     check_writable(output)
     if output is not None:
         check_drawing("the page", "--output the table and --json need")
@@ -342,11 +342,11 @@ def _measured(
         key = real.key() | {"spillway": spillway.__version__}
         bench = RememberedBench(real, lambda: real.facts, cache_file(key), key, fresh=fresh)
         memory, gradient_bytes = bench.facts["device_bytes"], int(bench.facts["gradient_bytes"])
-        there = machine_memory() if memory is None else int(memory)
+        there = usable_memory() if memory is None else int(memory)
         if memory is None:
             system = on_system.memory().facts
             limits = [limit for limit in (system["available"], system["container_free"]) if limit]
-            memory = int(OF_MACHINE * min(limits, default=machine_memory()))
+            memory = int(OF_MACHINE * min(limits, default=usable_memory()))
         else:
             memory = int(OF_GPU * memory)
         yield _Setting(

@@ -26,7 +26,7 @@ from spillway.cli.common import (
 )
 from spillway.cli.training import announce, board, broken_promises, page_facts, print_rows, run_announced
 from spillway.errors import BudgetInfeasible, EngineError
-from spillway.internals.machine_memory import machine_memory
+from spillway.internals.machine_memory import usable_memory
 from spillway.methods import resolve
 from spillway.report.figures import highest_peak
 from spillway.subprocess_runs.rows import RefusedRow, Row, plain_row, refused_row, row
@@ -66,7 +66,7 @@ def demo(
     resolve(method)
     check_writable(output)
     check_writable(page_by_size(output))
-    there, wanted = machine_memory(), [text.strip() for text in budgets.split(",")]
+    there, wanted = usable_memory(), [text.strip() for text in budgets.split(",")]
     for text in wanted:
         if budget_of_peak(text, there, there) > there:  # What makes no sense is refused before minutes are spent.
             parse_budget(text, there)
@@ -112,7 +112,7 @@ def _run_all(
         run_announced(shown, tasks[1], replace(request, method="keep-all")),
     )
     peak = highest_peak(account.reports)
-    allowed = [budget_of_peak(text, peak, machine_memory()) for text in wanted]
+    allowed = [budget_of_peak(text, peak, usable_memory()) for text in wanted]
 
     def ran(task: TaskID, asked: RunRequest, run_file: Path | None) -> Row | RefusedRow:
         asked = replace(asked, run_file=None if run_file is None else str(run_file))

@@ -31,7 +31,7 @@ from spillway.cli.common import (
 )
 from spillway.cli.training import announce, board, broken_promises, page_facts, print_rows, run_announced
 from spillway.errors import SpillwayError
-from spillway.internals.machine_memory import machine_memory
+from spillway.internals.machine_memory import usable_memory
 from spillway.methods import resolve
 from spillway.report.live import LiveLine
 from spillway.subprocess_runs.rows import Row, row
@@ -61,7 +61,7 @@ def train(
     With --plain-check, ends with exit code 1 if the run is not bit for bit the plain one.
     """
     resolve(method)
-    allowed = None if budget == "none" else parse_budget(budget, machine_memory())
+    allowed = None if budget == "none" else parse_budget(budget, usable_memory())
     for path in (run_file, output):
         check_writable(path)
     with TemporaryDirectory(prefix="spillway-") as folder:

@@ -257,7 +257,7 @@ class Reach:
             self._visit_instance(thing)
 
     def _visit_instance(self, thing: Any) -> None:
-        held = getattr(thing, "__dict__", None)
+        held = _own(thing, "__dict__")
         if type(held) is dict:
             if isinstance(thing, nn.Module) and thing in self._apart:
                 self._next.extend(value for name, value in held.items() if name not in _HANDLED)
@@ -272,9 +272,7 @@ class Reach:
             names = vars(base).get("__slots__", ())
             for name in (names,) if isinstance(names, str) else names:
                 if name not in ("__dict__", "__weakref__"):
-                    self._note(
-                        functools.partial(getattr, thing, name, _MISSING), functools.partial(_put_slot, thing, name)
-                    )
+                    self._note(functools.partial(_own, thing, name), functools.partial(_put_slot, thing, name))
             self._next.append(base)
 
     def _visit_class(self, kind: type) -> None:
@@ -425,6 +423,14 @@ def _cell(cell: types.CellType) -> Any:
     try:
         return cell.cell_contents
     except ValueError:  # empty as yet
+        return _MISSING
+
+
+def _own(thing: Any, name: str) -> Any:
+    """An attribute, without the code with which a class may answer for those that are not there."""
+    try:
+        return object.__getattribute__(thing, name)
+    except AttributeError:
         return _MISSING
 
 

@@ -11,7 +11,7 @@ from spillway.budgets import parse_budget
 from spillway.engines.tensors.cuda_backend import cuda_engine
 from spillway.engines.tensors.tensor_engine import TensorEngine
 from spillway.errors import BudgetError, ModelError
-from spillway.internals.machine_memory import machine_memory, usable_memory
+from spillway.internals.machine_memory import usable_memory
 from spillway.internals.private import CAN_SWAP
 from spillway.memory.budget import UNLIMITED, Budget
 from spillway.methods.base import AbstractPolicy
@@ -86,5 +86,5 @@ def allowed_bytes(device: torch.device, budget: int | str | None) -> Bytes:
     Raises:
         BudgetError: A budget that cannot be read, or more than there is.
     """
-    there = machine_memory() if device.type == "cpu" else CudaStreams(device).total
+    there = usable_memory() if device.type == "cpu" else CudaStreams(device).total
     return UNLIMITED if budget is None else parse_budget(budget, there)
