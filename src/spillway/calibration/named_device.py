@@ -12,11 +12,8 @@ from spillway.errors import SpillwayError, UsageError
 FILE_ENDING: Final = ".json"
 
 
-def device_of(name: str | Device, *, refresh: bool = False) -> Device:
+def device_of(name: str | Device) -> Device:
     """A device from `"here"`, from one of `DEVICES` in any case, or from a file that `write_device` wrote.
-
-    Args:
-        refresh: Measure this machine again, if it is what is asked for.
 
     Raises:
         UsageError: There is no such device or file.
@@ -25,7 +22,7 @@ def device_of(name: str | Device, *, refresh: bool = False) -> Device:
     if isinstance(name, Device):
         return name
     if name.lower() == HERE:
-        return _measured(refresh=refresh)
+        return _measured()
     if name.lower().endswith(FILE_ENDING):
         return _of_file(Path(name).expanduser())
     try:
@@ -35,12 +32,12 @@ def device_of(name: str | Device, *, refresh: bool = False) -> Device:
         raise UsageError(f"There is no device {name!r}; choose one of {choices}, or a device's .json file.") from None
 
 
-def _measured(*, refresh: bool) -> Device:
+def _measured() -> Device:
     try:
         from spillway.calibration.measured import this_machine
     except ImportError as error:
         raise SpillwayError(f"Measuring this machine takes torch, which cannot be imported: {error}.") from error
-    return this_machine(refresh=refresh)
+    return this_machine()
 
 
 def _of_file(path: Path) -> Device:

@@ -113,7 +113,7 @@ class Simulation:
 def simulate(
     step: Step, *, allowed: Bytes, method: AbstractPolicy | AbstractPlanner | Plan, device: Device,
     allocator: str = "exact", limit: Bytes | None = None, tier: Tier = "host", steps: int = 2,
-    thrash: float = THRASH, escaped: Collection[StorageId] = (), overlaps: bool | None = None,
+    thrash: float = THRASH, escaped: Collection[StorageId] = (),
 ) -> Simulation:  # fmt: skip
     """Run a recorded step under a budget, on paper; the figures of the last of `steps` repetitions.
 
@@ -129,7 +129,6 @@ def simulate(
         steps: A policy that looks back, as DELTA's prefetcher does, knows nothing in the first.
         thrash: Ends the step when recomputing has taken so many times its plain seconds.
         escaped: Storages whose address somebody holds: they stay.
-        overlaps: Whether methods are told that copies beside ops take nothing from them; None for what the device says.
 
     Raises:
         UsageError: An op has no seconds, or an argument makes no sense.
@@ -146,7 +145,7 @@ def simulate(
         allocator_named(allocator, limit),
         tier=tier,
         most_recomputing=thrash * plain,
-        overlaps=device.overlaps if overlaps is None else overlaps,
+        overlaps=device.overlaps,
     )
     watched = policy.follows or step.plain_peak() > allowed  # else it costs half as much, which is not on paper
     controller = Controller(machine, policy, allowed)

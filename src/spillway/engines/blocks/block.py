@@ -117,7 +117,7 @@ class CallReport:
     recompute_seconds: Seconds = 0.0
     rehearsed_bytes: Bytes | None = None
     """What its first forward left where it has two (`BlockEngine.rehearses`), without the result; 0 where the data
-    filter removes that (`methods/mimose/data_filter.py`); None where it had one forward."""
+    filter removes that (`data_filter.py`); None where it had one forward."""
     kept_because: str = ""
     """Why the block cannot run again, a clause; empty if it can."""
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from os import PathLike
 from types import TracebackType
-from typing import Any, Final, Literal, Protocol, TypeAlias, final
+from typing import Any, Final, Protocol, TypeAlias, final
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ from spillway.engines.blocks.compiled_blocks import (
 )
 from spillway.engines.blocks.compress import Compressor
 from spillway.engines.blocks.containers import rebuilt
+from spillway.engines.blocks.data_filter import ModuleCall, valid_calls
 from spillway.engines.blocks.discovery import named
 from spillway.engines.blocks.extra_forward import Seen, undone, without_locals
 from spillway.engines.blocks.groups import Group, Grouped, by_sequential, first_children
@@ -41,7 +42,6 @@ from spillway.internals.interrupts import by_signal
 from spillway.internals.machine_memory import usable_memory
 from spillway.internals.private import heard, unheard_by_modes
 from spillway.methods.actions import USUAL, Action, ActionOptions
-from spillway.methods.mimose.data_filter import ModuleCall, valid_calls
 from spillway.tiers.cuda_streams import CudaStreams
 from spillway.tiers.disk import DiskTier
 from spillway.tiers.host import HostPool
@@ -185,23 +185,16 @@ class BlockEngine:
             counts from the next call on.
         generators: Random streams that blocks draw from, beside the global ones of Python, NumPy and torch. Those that
             are attributes of modules are found.
-        check: What a second run has to have in common with the first, tensor by tensor: shapes and dtypes, and on the
-            CPU some elements of the last ones; or all values, by fingerprints.
         spill_directory: Where offloaded bytes wait; the file is made when the first do.
         spill_io: Through the page cache or past it, as for `spillway.manage`.
         host_budget: For models on CUDA, whose offloaded bytes wait in pinned host memory: the most that is pinned, in
             bytes, as "6GiB" or as a share of the memory that this process may use.
-        read_ahead: Bytes that a backward may have read before it wants them. By default those of the block that it
-            will want next; 0 for none. `BlockEngine.read_ahead` may be set at any time.
-        write_behind: Bytes that may still be on their way out, and so are resident, when a block has ended. By
-            default those of one block; 0 for none. `BlockEngine.write_behind` may be set at any time.
         lossy: Allows the actions that quantize: gradients are then other than plain PyTorch's.
         options: How actions are carried out, by action. May be set at any time, and counts from the next call on.
-        rounding_seed: Of the chance by which elements are rounded, a stream of its own.
 
     Raises:
-        UsageError: `check` is neither, nothing can be compiled here, or an action is lossy and that is not allowed; the
-            latter also by a forward, where `actions` is a function.
+        UsageError: Nothing can be compiled here, or an action is lossy and that is not allowed; the latter also by a
+            forward, where `actions` is a function.
         ModelError: No blocks, a name that is none, the model's own checkpointing is on, or it is compiled.
     """
 
@@ -215,19 +208,13 @@ class BlockEngine:
         *,
         actions: Actions | None = None,
         generators: Iterable[Generator] = (),
-        check: Literal["shapes", "values"] = "shapes",
         spill_directory: str | PathLike[str] | None = None,
         spill_io: SpillIO = "buffered",
         host_budget: Bytes | str = "50%",
-        read_ahead: Bytes | None = None,
-        write_behind: Bytes | None = None,
         lossy: bool = False,
         options: Mapping[Action, ActionOptions] = USUAL,
-        rounding_seed: int = 0,
     ) -> None:
         check_runs_once(model)
-        if check not in ("shapes", "values"):
-            raise UsageError(f'check is "shapes" or "values", not {check!r}.')
         chosen = named(model, blocks)
         groups = {name: block for name, block in chosen.items() if isinstance(block, Group)}
         self._modules = {name: block.module if isinstance(block, Group) else block for name, block in chosen.items()}
@@ -239,10 +226,7 @@ class BlockEngine:
         """Told of every storage that a thread of the engine's frees, by that thread."""
         where = partial(_open_store, _device_of(model), spill_directory, spill_io)
         open_store = partial(where, parse_budget(host_budget, usable_memory()), self.when_freed)
-        self._runtime = BlockRuntime(
-            environment_of(model, generators), open_store, read_ahead, write_behind,
-            compressor=Compressor(rounding_seed), checks_values=check == "values",
-        )  # fmt: skip
+        self._runtime = BlockRuntime(environment_of(model, generators), open_store, Compressor())
         self.options = options
         self._reports: list[CallReport] = []
         self._beginning: tuple[Block, CallReport]

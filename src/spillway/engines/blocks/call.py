@@ -38,7 +38,7 @@ from spillway.engines.blocks.block import Block, CallReport, collectives_begun
 from spillway.engines.blocks.compiled_blocks import CompiledHook
 from spillway.engines.blocks.compress import Compressor
 from spillway.engines.blocks.containers import freeze, tensors, thaw
-from spillway.engines.blocks.fingerprints import first_changed, remember, remember_some
+from spillway.engines.blocks.fingerprints import first_changed, remember_some
 from spillway.engines.blocks.functorch_hooks import Packing
 from spillway.engines.blocks.hook import Hook
 from spillway.engines.blocks.iterators import CannotCopyError
@@ -81,31 +81,21 @@ class BlockRuntime:
     Args:
         environment: Read at the beginning of each call.
         open_store: Opens the spill file, when something is to wait there for the first time.
-        checks_values: Whether values that a second run brings back are compared with those of the first.
-        ahead: Bytes that may be read before the backward asks for them; None for those of one block.
-        behind: Bytes that may still be leaving when a block has ended; None for those of one block.
         compressor: Quantizes what blocks saved.
     """
 
-    def __init__(
-        self,
-        environment: Environment,
-        open_store: Callable[[], Store],
-        ahead: Bytes | None,
-        behind: Bytes | None,
-        *,
-        compressor: Compressor,
-        checks_values: bool,
-    ) -> None:
+    def __init__(self, environment: Environment, open_store: Callable[[], Store], compressor: Compressor) -> None:
         self.environment = environment
-        self.checks_values = checks_values
         self.compressor = compressor
         self.lock = threading.RLock()
         """One second run at a time: it changes random streams and modules for a while."""
         renew_in_children(self, "lock")
         self.removed: tuple[Hook | CompiledHook, ...] = ()
         """Hooks of an engine that was closed."""
-        self.ahead, self.behind = ahead, behind
+        self.ahead: Bytes | None = None
+        """Bytes that may be read before the backward asks for them; None for those of one block."""
+        self.behind: Bytes | None = None
+        """Bytes that may still be leaving when a block has ended; None for those of one block."""
         self.store: Store | None = None
         self.when_full: Callable[[], bool] = lambda: False
         """See `Store.when_full`."""
@@ -526,9 +516,7 @@ class BlockCall:
 
     def _let_go(self) -> None:
         self.selection = None
-        if self.runtime.checks_values and not self.inexact:
-            remember(self._living())
-        elif not self.inexact:
+        if not self.inexact:
             remember_some(self._living(), {frozen.key for frozen in self.arguments()})
         for saved in self._living():
             saved.let_go()
@@ -831,7 +819,7 @@ class Replay:
             raise self._error
         if self._saved != len(self._call.saved):
             self._fail(f"autograd saved {self._saved} tensors, and {len(self._call.saved)} in the first run")
-        number = first_changed(self._call.saved, whole=self._call.runtime.checks_values)
+        number = first_changed(self._call.saved)
         if number is not None:
             saved = cast("SavedTensor", self._call.saved[number]())
             self._fail(f"saved tensor {number}, {saved.looks}, holds other values")

@@ -181,7 +181,7 @@ class SavedTensor:
         "__weakref__",
         "differentiable",
         "dtype",
-        "fingerprint",
+        "last_bits",
         "owner",
         "pinned",
         "recomputed",
@@ -206,7 +206,7 @@ class SavedTensor:
         self.witness: Any = value if watched else None
         """Tells of writes, as autograd does where there are no hooks but ours. None where there are others."""
         self.version: int = value._version if watched else 0
-        self.fingerprint: Any = None
+        self.last_bits: list[int] | None = None
         """Of the value when it was given up, as far as values are compared."""
 
     @property

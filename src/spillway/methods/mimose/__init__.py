@@ -5,7 +5,8 @@ phases (section 4.1, "sheltered" and "responsive execution") are `Mimose.phase`;
 `estimator.py` and `exact.py`, Algorithm 1 (4.4) in `scheduler.py`, the plan cache (5) in `cache.py`. What is measured,
 and so the shuttling collector (4.2), is the engine's: `Decision` says what it has to do in a step, `Mimose.end` takes
 what it measured. With two forwards (`Options.forwards`) it is what the first one left, of those that the data filter
-(Fig. 12, `data_filter.py`) lets count; with one, what the engine counts as it is saved, which takes no filter.
+(Fig. 12, `data_filter.py` of the block engine) lets count; with one, what the engine counts as it is saved, which takes
+no filter.
 
 Differs from the paper in: every field of `Options`, which gives the paper's choice, Spillway's, and the reason.
 `Mimose.as_published` has the paper's. In both:
