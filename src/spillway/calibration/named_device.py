@@ -13,12 +13,9 @@ FILE_ENDING: Final = ".json"
 
 
 def device_of(name: str | Device) -> Device:
-    """A device from `"here"`, from one of `DEVICES` in any case, or from a file that `write_device` wrote.
-
-    Raises:
-        UsageError: There is no such device or file.
-        SpillwayError: The file cannot be read, this machine cannot be measured, or torch is not installed to do so.
-    """
+    """A device from `"here"`, from one of `DEVICES` in any case, or from a file that `write_device` wrote. Raises
+    UsageError if there is no such device or file, and SpillwayError if the file cannot be read, this machine cannot be
+    measured, or torch is not installed to do so."""
     if isinstance(name, Device):
         return name
     if name.lower() == HERE:

@@ -249,8 +249,7 @@ class Scaling:
 
         A recorded size gives the bytes that were recorded, exactly where the storage has an exact law.
 
-        Raises:
-            ValueError: The size is not a number above 0.
+        Raises ValueError if the size is not a number above 0.
         """
         if size < 1:
             raise ValueError(f"An input has a size above 0, not {size}.")

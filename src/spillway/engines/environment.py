@@ -406,11 +406,7 @@ class TorchStream:
 
 
 def stream(source: Generator) -> Stream:
-    """How to read and set a random stream of the user's.
-
-    Raises:
-        TypeError: It is none that is known.
-    """
+    """How to read and set a random stream of the user's. Raises TypeError if it is none that is known."""
     if isinstance(source, torch.Generator):
         return TorchStream(source)
     if isinstance(source, np.random.Generator):

@@ -38,11 +38,8 @@ def found_no_memory(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def memory_for(what: str) -> Iterator[None]:
-    """Around what is allocated for the engine's own purposes.
-
-    Raises:
-        DeviceFullError: The system gives no memory for it.
-    """
+    """Around what is allocated for the engine's own purposes. Raises DeviceFullError if the system gives no memory for
+    it."""
     try:
         yield
     except Exception as error:

@@ -132,12 +132,9 @@ class Controller(AbstractLedger):
     # ------------------------------------------------------------------ room
 
     def make_room(self, needed: Bytes, name: str) -> None:
-        """Free bytes until `needed` more fit in the budget (rule 4).
-
-        Raises:
-            BudgetInfeasible: Everything that may leave has left, and it is not enough.
-            SpillFullError: It would have been enough if the slower tier had room.
-        """
+        """Free bytes until `needed` more fit in the budget (rule 4). Raises BudgetInfeasible if everything that may
+        leave has left, and it is not enough, and SpillFullError if it would have been enough if the slower tier had
+        room."""
         if self._dead:
             self.collect_dead()
         short = self.budget.short

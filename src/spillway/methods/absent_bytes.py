@@ -134,12 +134,8 @@ def waited_late(
 def fewest_bytes(
     step: Step, lives: Sequence[Life], allowed: Bytes, sizes: Sequence[Bytes], smallest: Bytes, *, tie: float = TIE
 ) -> tuple[dict[Together, float], float]:
-    """The share of everything idle, and the bytes that come in.
-
-    Raises:
-        ArithmeticError: An op alone needs more than is allowed.
-        UsageError: SciPy is not there.
-    """
+    """The share of everything idle, and the bytes that come in. Raises ArithmeticError if an op alone needs more than
+    is allowed, and UsageError without SciPy."""
     ops, program = len(step.ops), LinearProgram()
     clock = list(accumulate((op.seconds or 0.0 for op in step.ops), initial=0.0))
     over = [(there - allowed) / UNIT for there in during(step, (), sizes)]

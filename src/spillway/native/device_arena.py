@@ -115,8 +115,7 @@ class DeviceArena:
         stream uses has to be told so by `record_stream` before it is freed, also where its own stream waits for the
         other later.
 
-        Raises:
-            NativeError: CUDA is in use, or this torch has none.
+        Raises NativeError if CUDA is in use, or this torch has none.
         """
         if not hasattr(torch._C, "_cuda_customAllocator"):
             raise NativeError(f"torch {torch.__version__} is built without CUDA.")

@@ -152,11 +152,8 @@ class TensorSession(Session):
     # ------------------------------------------------------------------ for _Step
 
     def _check_no_nccl(self) -> None:
-        """What NCCL has under way is ordered by streams, which was never tried here.
-
-        Raises:
-            SessionError: Collectives might run on a CUDA device.
-        """
+        """What NCCL has under way is ordered by streams, which was never tried here. Raises SessionError if collectives
+        might run on a CUDA device."""
         if self._engine.backend.device.type != "cpu" and process_groups():
             raise SessionError(
                 f"A process group of {torch.distributed.get_world_size()} is initialised, and on a CUDA device what "

@@ -95,12 +95,8 @@ class Listener:
 
 
 def run(request: RunRequest, listener: Listener) -> RunResult:
-    """Run what is asked for in a fresh process with one thread.
-
-    Raises:
-        BudgetInfeasible: A step cannot run under the budget.
-        SpillwayError: Whatever else kept the run from its end, in one sentence.
-    """
+    """Run what is asked for in a fresh process with one thread. Raises BudgetInfeasible if a step cannot run under the
+    budget, and SpillwayError for whatever else kept the run from its end, in one sentence."""
     steps: list[StepDone] = []
     with talking("spillway.subprocess_runs.child:main", request, listener.output) as talk:
         while True:

@@ -198,9 +198,8 @@ class HostPool:
         In order of what it costs: a hole, one that the device is done with, one more slab; with `wait` also a hole that
         the host waits for, and a slab in place of empty ones.
 
-        Raises:
-            SpillFullError: The host budget does not hold them, or the system pins no more; with `wait` empty slabs may
-                have gone back.
+        Raises SpillFullError if the host budget does not hold them, or the system pins no more; with `wait` empty slabs
+        may have gone back.
         """
         capacity = -(-max(nbytes, 1) // ALIGNMENT) * ALIGNMENT
         found = self._find(capacity)

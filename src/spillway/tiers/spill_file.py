@@ -78,11 +78,7 @@ class SpillFile:
             _write_all(self._direct, offset + begin, memoryview(buffer)[:whole])
 
     def read(self, offset: Bytes, address: int, nbytes: Bytes) -> None:
-        """Copy bytes out of the file.
-
-        Raises:
-            SpillCorruptedError: It ends before them.
-        """
+        """Copy bytes out of the file. Raises SpillCorruptedError if it ends before them."""
         if self.io == "buffered":
             _read_all(self.descriptor, offset, memory_at(address, nbytes), nbytes)
             return

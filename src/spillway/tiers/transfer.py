@@ -95,12 +95,8 @@ class Lanes(Protocol):
         """Afterwards the source may be freed. Raises the error with which the copy ended."""
 
     def start_in(self, transfer: Transfer) -> Any:
-        """Begin a copy in beside the ops; what it is known by.
-
-        Raises:
-            SpillError: It cannot be done now.
-            RuntimeError: There is no memory for it.
-        """
+        """Begin a copy in beside the ops; what it is known by. Raises SpillError if it cannot be done now, and
+        RuntimeError if there is no memory for it."""
 
     def finish_in(self, transfer: Transfer, arrival: Any) -> Storage:
         """The bytes, in a storage of their own that ops may read. Makes the whole copy if `arrival` is None."""
@@ -235,11 +231,8 @@ class Store:
         return sum(transfer.nbytes for transfer in tuple(self._arrivals) if transfer.arrival is not None)
 
     def begin_block(self) -> None:
-        """A block is about to send what it holds.
-
-        Raises:
-            SpillFullError: An earlier block's bytes found no room; they are where they were.
-        """
+        """A block is about to send what it holds. Raises SpillFullError if an earlier block's bytes found no room; they
+        are where they were."""
         self._reap()
         if self.write_behind is None:
             self.finish_out()

@@ -97,11 +97,8 @@ class HeldCall:
 
     def send_input(self) -> Bytes:
         """Let what it would be recomputed on wait elsewhere, if it holds nothing else, nobody else holds that, and
-        other calls have sent something there; how many bytes begin to leave.
-
-        Raises:
-            SpillFullError: There was no room for an earlier block's bytes; they are where they were.
-        """
+        other calls have sent something there; how many bytes begin to leave. Raises SpillFullError if there was no room
+        for an earlier block's bytes; they are where they were."""
         with self._lock:
             call = self._call()
             return call.send_input() if call is not None else 0
@@ -262,12 +259,8 @@ class BlockEngine:
 
     @property
     def actions(self) -> Actions:
-        """By (block, call), or as a function of both.
-
-        Raises:
-            ModelError: When set: one of them is for a block that is not there.
-            UsageError: When set: one of them is lossy, and that is not allowed.
-        """
+        """By (block, call), or as a function of both. Raises, when set, ModelError if one of them is for a block that
+        is not there, and UsageError if one is lossy and that is not allowed."""
         return self._actions
 
     @actions.setter
@@ -284,11 +277,8 @@ class BlockEngine:
 
     @property
     def options(self) -> Mapping[Action, ActionOptions]:
-        """How actions are carried out.
-
-        Raises:
-            UsageError: When set: something is to be compiled, and nothing can be compiled here.
-        """
+        """How actions are carried out. Raises UsageError, when set, if something is to be compiled and nothing can be
+        compiled here."""
         return self._options
 
     @options.setter
@@ -349,11 +339,8 @@ class BlockEngine:
         return store.sent, store.bytes_out, store.bytes_in, store.room_seconds, store.data_seconds
 
     def wait_out(self, nbytes: Bytes) -> None:
-        """Wait until so many of the bytes that are leaving have left, or all.
-
-        Raises:
-            SpillFullError: There was no room for them.
-        """
+        """Wait until so many of the bytes that are leaving have left, or all. Raises SpillFullError if there was no
+        room for them."""
         if self._runtime.store is not None:
             self._runtime.store.finish_out(max(self.leaving_bytes - nbytes, 0))
 
@@ -362,11 +349,8 @@ class BlockEngine:
         return (0.0, 0.0) if self._runtime.store is None else self._runtime.store.rates()
 
     def settle(self) -> None:
-        """Wait until what is offloaded has left.
-
-        Raises:
-            SpillFullError: There was no room for it; it is where it was.
-        """
+        """Wait until what is offloaded has left. Raises SpillFullError if there was no room for it; it is where it
+        was."""
         if self._runtime.store is not None:
             self._runtime.store.settle()
 

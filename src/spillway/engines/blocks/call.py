@@ -529,12 +529,8 @@ class BlockCall:
     # ----------------------------------------------------------------------------------------------- bringing back
 
     def unpack(self, saved: SavedTensor) -> Tensor:
-        """A saved tensor, for autograd.
-
-        Raises:
-            RuntimeError: The tensor was written to since it was saved.
-            RecomputeError: The block cannot run again as it ran.
-        """
+        """A saved tensor, for autograd. Raises RuntimeError if the tensor was written to since it was saved, and
+        RecomputeError if the block cannot run again as it ran."""
         saved.check()
         if self.ended:
             self._judge()
@@ -607,11 +603,8 @@ class BlockCall:
             self.recompute()
 
     def recompute(self) -> None:
-        """Run the block again, and give what it saved and what still lives its bytes.
-
-        Raises:
-            RecomputeError: It cannot run as it ran, or did not.
-        """
+        """Run the block again, and give what it saved and what still lives its bytes. Raises RecomputeError if it
+        cannot run as it ran, or did not."""
         check_unchanged(self)
         began = time.perf_counter()
         args, kwargs = thaw(self.frozen)
@@ -739,11 +732,7 @@ def detached(tensor: Tensor) -> Tensor:
 
 
 def check_unchanged(call: BlockCall) -> None:
-    """Before a second run.
-
-    Raises:
-        RecomputeError: What the first ran on has been written to.
-    """
+    """Before a second run. Raises RecomputeError if what the first ran on has been written to."""
     if call.frozen is None:
         raise EngineError(f"The arguments of {call.name} are gone.")
     moved = next((i for i, one in enumerate(call.arguments()) if one.moved_on and not one.copied), None)
@@ -810,11 +799,7 @@ class Replay:
         return self._call.runtime.pass_through(args, kwargs, block, holds=self._call.differentiates)
 
     def verify(self) -> None:
-        """After the run.
-
-        Raises:
-            RecomputeError: It was not the same as the first.
-        """
+        """After the run. Raises RecomputeError if it was not the same as the first."""
         if self._error is not None:
             raise self._error
         if self._saved != len(self._call.saved):

@@ -277,11 +277,8 @@ def _has_children(module: nn.Module) -> bool:
 
 def named(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module | Group]:
     """The blocks that a user names: modules by their names, consecutive children of a `Sequential` by those of the
-    first and the last, such as "features.0-4".
-
-    Raises:
-        ModelError: The model has no module of that name, one stands there twice, or no group can be made there.
-    """
+    first and the last, such as "features.0-4". Raises ModelError if the model has no module of that name, one stands
+    there twice, or no group can be made there."""
     modules: dict[str, nn.Module | Group] = dict(model.named_modules(remove_duplicate=False))
     chosen = {name: modules[name] if name in modules else group_named(model, name) for name in names if name}
     unknown = [name for name in names if chosen.get(name) is None]
@@ -309,8 +306,7 @@ def find_blocks(
     The forward runs under gradients, and what autograd saves in it is let go at once, so that it needs little memory.
     Afterwards all is as it was before (`undone`).
 
-    Raises:
-        NoBlocksError: The model has no blocks, or its arguments cannot be copied.
+    Raises NoBlocksError if the model has no blocks, or its arguments cannot be copied.
     """
 
     def found(*, keeps: bool) -> list[str]:

@@ -53,11 +53,8 @@ def group_name(name: str, sequential: nn.Module, first: int, last: int) -> str:
 
 
 def group_named(model: nn.Module, name: str) -> Group | None:
-    """The group that is called so; None if there is none.
-
-    Raises:
-        ModelError: There are such children, and what holds them does more than to run them.
-    """
+    """The group that is called so; None if there is none. Raises ModelError if there are such children, and what holds
+    them does more than to run them."""
     above, _, own = name.rpartition(".")
     sequential = dict(model.named_modules(remove_duplicate=False)).get(above)
     if not isinstance(sequential, nn.Sequential):
@@ -142,11 +139,7 @@ def first_children(model: nn.Module, groups: Iterable[Group]) -> Iterator[tuple[
 
 
 def by_sequential(groups: Mapping[str, Group]) -> Iterator[tuple[nn.Sequential, dict[str, Group]]]:
-    """Groups by whose children they are.
-
-    Raises:
-        ModelError: A child is in two of them.
-    """
+    """Groups by whose children they are. Raises ModelError if a child is in two of them."""
     found: dict[nn.Sequential, dict[str, Group]] = defaultdict(dict)
     for name, group in groups.items():
         for other_name, other in found[group.sequential].items():

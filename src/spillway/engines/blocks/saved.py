@@ -256,11 +256,8 @@ class SavedTensor:
         return f"{str(self.dtype)[6:]} of shape {tuple(self.shape)}"
 
     def check(self) -> None:
-        """As autograd does for what it saves itself.
-
-        Raises:
-            RuntimeError: The tensor was written to in place after it had been saved.
-        """
+        """As autograd does for what it saves itself. Raises RuntimeError if the tensor was written to in place after it
+        had been saved."""
         if not self.written:
             return
         raise RuntimeError(

@@ -423,11 +423,8 @@ class AbstractTensorEngine(ABC):
 
     @abstractmethod
     def restore_all(self) -> None:
-        """Nothing is absent afterwards, for a machine whose absent storages cannot be read.
-
-        Raises:
-            BudgetInfeasible: They do not fit together. They are back all the same: right comes before small.
-        """
+        """Nothing is absent afterwards, for a machine whose absent storages cannot be read. Raises BudgetInfeasible if
+        they do not fit together; they are back all the same: right comes before small."""
 
     @abstractmethod
     def disarm(self) -> None:

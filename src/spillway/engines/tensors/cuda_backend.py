@@ -152,11 +152,8 @@ class CudaBackend(AbstractBackend):
 
     def begin_step(self, allowed: Bytes, base_rss: Bytes | None, signature: str) -> None:
         """Look what is on the device beside the account; measure from here. What was given to any stream until now is
-        done first: nobody knows what it uses, and what it copied is nobody's.
-
-        Raises:
-            SessionError: A CUDA graph is being captured.
-        """
+        done first: nobody knows what it uses, and what it copied is nobody's. Raises SessionError if a CUDA graph is
+        being captured."""
         if self.streams.capturing():
             raise SessionError(GRAPHS_REFUSED)
         engine = self._attached()

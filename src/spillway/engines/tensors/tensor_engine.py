@@ -529,8 +529,7 @@ class TensorEngine(AbstractTensorEngine):
         kept to, and without it freed memory stays with the allocator. `record` gives what is known by name to a
         timeline; steps of one `signature` are expected to be alike. One that is known to fit needs no `recipes`.
 
-        Raises:
-            BudgetInfeasible: What cannot leave is more than the budget.
+        Raises BudgetInfeasible if what cannot leave is more than the budget.
         """
         self.began = time.perf_counter()
         self.recording = recipes

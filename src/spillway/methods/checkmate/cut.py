@@ -77,9 +77,7 @@ def cuts(step: Step, lives: Sequence[Life], allowed: Bytes) -> list[Cut]:
 
     Counts its work, and looks at no clock: the same step and budget have the same cuts.
 
-    Raises:
-        BudgetInfeasible: No schedule that only recomputes stays within so little.
-        UsageError: SciPy is not there.
+    Raises BudgetInfeasible if no schedule that only recomputes stays within so little, and UsageError without SciPy.
     """
     found = []
     for op in _fullest(step, allowed):

@@ -65,8 +65,7 @@ def compressed(step: Step, *, bits: int = 4) -> GraphRewrite:
 
     Where no blocks are found the whole forward is one.
 
-    Raises:
-        UsageError: `bits` are none of 2, 4 and 8, or nobody wrote down how autograd saved.
+    Raises UsageError if `bits` are none of 2, 4 and 8, or nobody wrote down how autograd saved.
     """
     check_bits(bits)
     blocks = SavedInBlocks(step, whole=True)

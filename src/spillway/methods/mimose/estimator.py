@@ -109,8 +109,7 @@ def fit_quadratic(samples: Sequence[tuple[InputSize, float]], *, batched: bool =
     With fewer different sizes than a degree has features it is of the next lower one; one size gives a constant. The
     paper and the public code do not say what they do then.
 
-    Raises:
-        ValueError: There are no samples, or their sizes have different dimensions.
+    Raises ValueError if there are no samples, or their sizes have different dimensions.
     """
     dimensions = {len(size) for size, _ in samples}
     if len(dimensions) != 1:
