@@ -149,14 +149,6 @@ def test_a_budget_that_no_plan_meets_is_reported_by_how_much() -> None:
         assert plan.shortfall == pytest.approx(5000, abs=2)
 
 
-def test_the_published_fits_pass_their_own_check() -> None:
-    training = trained(Mimose.as_published())
-    blocks, whole = training.mimose.checks()
-    assert len(blocks) == BLOCKS
-    assert all(check.passes and check.relative < 1e-6 for check in (*blocks, whole))
-    assert trained(Mimose()).mimose.checks() is None
-
-
 def test_the_published_planner_passes_a_budget_that_the_simulating_one_keeps() -> None:
     """The samples are of the forward alone, and blocks work with much memory of their own in the backward."""
     nbytes, working = 1000, 600

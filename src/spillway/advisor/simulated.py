@@ -78,18 +78,15 @@ class SimulatedBench(AbstractBench):
     """Measures on a device by its description.
 
     Args:
-        name: Of the workload.
-        steps: Of the workload.
         device: On which they run. Its memory limits nothing here: whoever asks has a limit.
-        bits: An element, of what is quantized.
     """
 
-    def __init__(self, name: str, steps: Steps, device: Device, *, bits: int = 4) -> None:
+    def __init__(self, name: str, steps: Steps, device: Device) -> None:
         self.name = name
         self.hardware = f"{device.name}{SIMULATED}"
         self.device = device
         self.spread = (device.efficiency or PUBLISHED).step_spread
-        self._steps, self._bits = steps, bits
+        self._steps = steps
         self._timed: dict[int, Step] = {}
         self._trials: dict[tuple[str, int], Trial] = {}
 
@@ -116,11 +113,11 @@ class SimulatedBench(AbstractBench):
                 kept = kept_for_backward(step, lives_of(step), step.saved)
                 return GraphRewrite(step=step, waiting=tuple(one.value for one in kept), full=0, packed=0)
             case Action.COMPRESS | Action.COMPRESS_OFFLOADED:
-                done = compressed(step, bits=self._bits)
+                done = compressed(step)
             case Action.RECOMPUTE | Action.RECOMPUTE_OFFLOADED:
                 done = run_twice(step)
             case Action.RECOMPUTE_COMPRESSED:
-                done = run_twice(step, bits=self._bits)
+                done = run_twice(step, bits=4)
             case Action.SELECTIVE | Action.SELECTIVE_OFFLOADED:
                 done = run_twice(step, keeps=lambda op: is_expensive(op.name))
             case _:

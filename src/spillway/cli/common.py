@@ -78,13 +78,7 @@ def print_json(document: Any) -> None:
 
 
 def tell_shares(budgets: str, of: str, nbytes: Bytes) -> None:
-    """Say what a percentage is one of, where a share of the plain peak may have been meant.
-
-    Arguments:
-        budgets: As they were written.
-        of: Whose memory it is.
-        nbytes: All of that.
-    """
+    """Say what a percentage is one of, where a share of the plain peak may have been meant."""
     if "%" in budgets:
         say(
             to_terminal(),
@@ -129,7 +123,6 @@ def write_page(path: Path, run_file: Path, facts: Mapping[str, Any], run: RunFil
 
     Arguments:
         facts: What the page says at its top besides the header of the run file.
-        run: What that file holds, if it was read.
     """
     run = run or read_figures(run_file)
     with naming(path):

@@ -226,11 +226,6 @@ class Scaling:
         """Storages whose bytes follow no exact law: what `step_at` says of them is only near."""
         return tuple(number for number, law in enumerate(self.nbytes) if not law.exact)
 
-    @property
-    def unchecked(self) -> tuple[StorageId, ...]:
-        """Storages with too few different sizes to tell whether their law is one, those without a law included."""
-        return tuple(number for number, law in enumerate(self.nbytes) if not law.checked)
-
     def doubtful(self, size: int) -> tuple[StorageId, ...]:
         """Storages without a checked law, and those with several that do not agree on this size.
 

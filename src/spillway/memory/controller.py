@@ -53,8 +53,6 @@ class Controller(AbstractLedger):
 
     Arguments:
         machine: What really holds the bytes.
-        policy: Decides what leaves.
-        allowed: The budget in bytes, or the account of it.
         chain_cap: The longest chain of replays that a drop may lead to (rule 4).
     """
 

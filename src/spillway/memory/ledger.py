@@ -31,8 +31,6 @@ class AbstractLedger(ABC):
 
     Arguments:
         machine: What really holds the bytes.
-        policy: Decides what leaves.
-        budget: The account.
         chain_cap: The longest chain of replays that a drop may lead to (rule 4).
     """
 

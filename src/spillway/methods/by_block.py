@@ -260,7 +260,6 @@ class AbstractBlockMethod(ABC):
         """What to do in a forward and backward on an input of this size.
 
         Args:
-            size: Of the input.
             available: The budget less what is resident when the forward begins.
         """
 
@@ -280,11 +279,7 @@ class AbstractBlockMethod(ABC):
         return False
 
     def explained(self, names: Sequence[str]) -> tuple[str, ...]:
-        """What the latest plan does and why, in sentences; none where there is no plan, or nothing to explain.
-
-        Args:
-            names: Of the calls, in order.
-        """
+        """What the latest plan does and why, in sentences; none where there is no plan, or nothing to explain."""
         return ()
 
     @abstractmethod

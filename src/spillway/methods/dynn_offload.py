@@ -145,7 +145,6 @@ class DynnOffload(AbstractPolicy):
         """A step begins.
 
         Arguments:
-            course: Of its forward.
             members: [groups] The storages of the parameters of each group.
             updated: What the optimizers use, in their order, as far as it is there before the step.
         """

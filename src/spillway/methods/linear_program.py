@@ -51,7 +51,6 @@ class LinearProgram:
         Args:
             what: Is said to need SciPy, where that is not installed.
             relaxed: Whether no variable has to be a whole number.
-            options: As SciPy names them.
         """
         optimize, sparse = load_solver(what)
         shape = (len(self._least), len(self.cost))

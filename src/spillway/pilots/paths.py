@@ -127,10 +127,6 @@ class ResolvedPath:
     def __len__(self) -> int:
         return len(self.keys)
 
-    def read_by(self, op: int) -> Numbers:
-        """The earlier ops of this path whose results an op uses."""
-        return self.operands[self.starts[op] : self.starts[op + 1]]
-
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -112,7 +112,6 @@ class Referee:
     the step took (`prefetching`). The first of the pilots is the floor: it acts until another is better.
 
     Arguments:
-        program: Of the network.
         pilots: Program order in front.
         device: How fast groups come in.
         room: For parameters in use, there and on their way.
@@ -158,16 +157,10 @@ class Referee:
             "misprediction_seconds": record.misprediction_seconds, "last": [asdict(one) for one in record.last],
         }  # fmt: skip
 
-    def foresee(self, sample: Sample, asked: int = 0) -> Foresight | None:
-        """What who acts expects (`AbstractPilot.foresee`); None if nobody acts."""
-        acting = self.acting
-        return None if acting is None else acting.foresee(sample, asked)
-
     def learn(self, sample: Sample, seconds: NDArray[np.float64]) -> None:
         """Judge a step that ran, then have every pilot learn it.
 
         Arguments:
-            sample: The step.
             seconds: [ops] What each op of its path took.
         """
         self.program.follow()

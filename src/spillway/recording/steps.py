@@ -95,7 +95,6 @@ def record_step(
 
     Arguments:
         models: Whose parameters, buffers and modules are known by name.
-        optimizers: Whose state is known.
         batch: The tensors that are the step's input, in any nest of lists, tuples and mappings.
         measured: Whether the seconds mean anything; on fake tensors they do not.
     """

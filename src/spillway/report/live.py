@@ -43,11 +43,7 @@ def shown() -> LiveLine | LiveView:
 @final
 class LiveView:
     """Shows the latest steps in a notebook, below the cell that trains: the peak of each against the budget, and what
-    was dropped and what was moved. Where a front end shows text alone, that is the line of the latest step.
-
-    Arguments:
-        steps: Those there have been.
-    """
+    was dropped and what was moved. Where a front end shows text alone, that is the line of the latest step."""
 
     def __init__(self, steps: Iterable[StepReport] = ()) -> None:
         self._steps = deque(steps, SHOWN)

@@ -29,10 +29,8 @@ class AutoSession:
     Without a budget there is nothing to plan, and the tensor engine keeps account until one is named.
 
     Args:
-        models: That are trained.
         blocks: Opens a session of the block engine under that many bytes.
         storages: Opens one of the tensor engine.
-        allowed: The budget in bytes.
     """
 
     def __init__(

@@ -64,7 +64,6 @@ class Paging:
     """The tensor engine under a block session. See NOTE [Paged].
 
     Args:
-        engine: On the budget of the session.
         base_rss: What the process takes beside tensors, if freed memory is to be returned.
     """
 

@@ -72,11 +72,7 @@ class _OpClock:
 
 @final
 class PlannedSteps:
-    """See NOTE [From a policy to a plan].
-
-    Arguments:
-        policy: What the engine asks.
-    """
+    """See NOTE [From a policy to a plan]."""
 
     def __init__(
         self,

@@ -196,7 +196,6 @@ class StepWatch:
     """Told at every seam (`engines.blocks.block_engine.Observer`).
 
     Args:
-        engine: Whose blocks run.
         meter: Read at every seam.
         base: What it read when the step began.
         trace: Of the whole step, begun and marked once; None if this step is not traced.
@@ -796,7 +795,6 @@ class _Measured:
     """Reads the samples of one pass out of its marks.
 
     Args:
-        one: The pass.
         marks: From the beginning of its forward on.
         windows: Of the trace, from mark to mark.
         over: When it was over.

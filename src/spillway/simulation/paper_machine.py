@@ -152,9 +152,7 @@ class PaperMachine:
     """Carries out on sheets what the controller decides.
 
     Arguments:
-        device: How fast copies are.
         allocator: What device memory is taken from.
-        tier: Where moved bytes wait.
         most_recomputing: Seconds of recomputing in one step after which it is given up.
         overlaps: Whether copies beside ops take nothing from them; the methods are told so.
     """

@@ -180,16 +180,11 @@ class SpilledStorage:
 
 @final
 class Store:
-    """Sends storages away and brings them back.
+    """Sends storages away and brings them back."""
 
-    Args:
-        lanes: How.
-        write_behind: Bytes that may still be leaving, and so are resident, when a block has ended. None: those of one
-            block.
-    """
-
-    def __init__(self, lanes: Lanes, write_behind: Bytes | None = None) -> None:
-        self.write_behind = write_behind
+    def __init__(self, lanes: Lanes) -> None:
+        self.write_behind: Bytes | None = None
+        """Bytes that may still be leaving, and so are resident, when a block has ended; None for those of one block."""
         self.full = False
         """Whether there was no room, and whoever sends does without: nothing is taken any more."""
         self.when_full: Callable[[], bool] = lambda: False
@@ -393,7 +388,6 @@ class DiskLanes:
     """The spill file, for tensors on the CPU.
 
     Args:
-        tier: The file.
         when_freed: Told by a worker that freed a storage whose bytes were out.
     """
 

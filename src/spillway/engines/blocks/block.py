@@ -22,8 +22,6 @@ class Block:
     """A module whose calls are watched.
 
     Attributes:
-        name: Its name in the model.
-        forward: What a call of it calls.
         compiled: Whether it or a part of it is compiled.
         scripted: Whether a part of it is run by TorchScript, whose kernels depend on how often it has run.
         calls: How many calls there were since the model's forward began.

@@ -177,7 +177,6 @@ class BlockEngine:
 
     Args:
         model: On one device. Copies of it, by `deepcopy` or pickle, are plain.
-        blocks: Names of modules.
         actions: By (block, call) or as a function of both; what is not named is kept. May be set at any time, and
             counts from the next call on.
         generators: Random streams that blocks draw from, beside the global ones of Python, NumPy and torch. Those that

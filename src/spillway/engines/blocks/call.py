@@ -81,7 +81,6 @@ class BlockRuntime:
     Args:
         environment: Read at the beginning of each call.
         open_store: Opens the spill file, when something is to wait there for the first time.
-        compressor: Quantizes what blocks saved.
     """
 
     def __init__(self, environment: Environment, open_store: Callable[[], Store], compressor: Compressor) -> None:

@@ -135,7 +135,6 @@ class Compressor:
         """The whole storage behind a plain strided tensor in fewer bytes, and what that takes in addition.
 
         Args:
-            tensor: Says how the bytes are to be read.
             options: How it is quantized; None if its bits may not change.
 
         Returns:

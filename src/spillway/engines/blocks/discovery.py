@@ -42,7 +42,6 @@ class Watch:
     """How often the modules of a model were called in a forward, and what autograd saved in each.
 
     Args:
-        model: Whose modules are watched.
         keeps: Whether what autograd saves is held for a backward; otherwise it is let go at once, and whoever wants it
             in the forward meets `BackwardInside`.
 

@@ -61,8 +61,6 @@ def undone(
     Args:
         environment: What the modules read beside their arguments.
         modules: They are put back.
-        args: What they are called with.
-        kwargs: And by name.
         seen: Watches the ops, for whoever wants to know what they left.
 
     Raises:

@@ -82,7 +82,6 @@ def runs_children(module: nn.Module, *, behind_hook: bool = False) -> bool:
     """Whether a module is a `Sequential` that runs its children one after the other and does nothing besides.
 
     Args:
-        module: Any.
         behind_hook: Whether what a hook of ours stands in front of is looked at, where there is one.
     """
     kind, own = type(module), vars(module).get("forward")
@@ -105,7 +104,6 @@ class Grouped:
 
     Args:
         sequential: Whose forward this is; a model may put other children into it at any time.
-        calls: What is called for each group.
     """
 
     def __init__(self, sequential: nn.Sequential, calls: Mapping[Group, Callable[[Any], Any]]) -> None:

@@ -59,8 +59,6 @@ class Hook:
     A closure would fail to pickle, and a deep copy of it would run the weights of the original without a word.
 
     Args:
-        module: Whose forward it is.
-        instead: Called in its place.
         owner: Says whether a compiler may leave `instead` out at the moment, as between steps.
 
     Raises:

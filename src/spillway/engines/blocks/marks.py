@@ -51,11 +51,7 @@ class Mark(abc.ABC):
 
 @final
 class Marks:
-    """Makes marks, of each thing one.
-
-    Args:
-        follow: Is told what can be reached from them.
-    """
+    """Makes marks, of each thing one."""
 
     def __init__(self, follow: Callable[[Iterable[Any]], None]) -> None:
         self._follow = follow

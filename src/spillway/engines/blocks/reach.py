@@ -78,7 +78,6 @@ class Reach:
     """What can be reached from some roots, as it is now.
 
     Args:
-        roots: Where to begin.
         apart: Modules of whose own attributes, parameters and buffers somebody else takes care.
         lasting: Whether this is held beyond the forward: then tensors that hang in a graph are held without it.
         with_bytes: Whether bytes of tensors count, those of parameters and buffers left out, up to `MOST_BYTES`.

@@ -389,7 +389,6 @@ def trace_for(device: torch.device, known: Mapping[int, Bytes]) -> AbstractTrace
     """A trace that has begun; None where none can be had.
 
     Args:
-        device: Whose memory counts.
         known: Bytes of the storages that are known now, by the address of their memory.
     """
     if device.type == "cuda":

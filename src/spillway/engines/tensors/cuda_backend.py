@@ -82,7 +82,6 @@ class CudaBackend(AbstractBackend):
     """Device memory, with pinned host memory below it.
 
     Arguments:
-        streams: The device.
         host_budget: The most bytes of host memory that are pinned.
         exchanges: Whether bytes can be exchanged under a storage; by default whether this torch can do it.
     """

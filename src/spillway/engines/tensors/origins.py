@@ -82,7 +82,6 @@ class Origins:
         Arguments:
             names: Of parameters and what belongs to them, by the number of the storage.
             modules: Qualified names, by the `id` of the module.
-            numbers: Of the storages.
         """
         for number in numbers:
             op, asked = self._made.get(number, ("", _NOBODY))

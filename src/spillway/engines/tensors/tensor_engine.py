@@ -63,7 +63,6 @@ class TensorEngine(AbstractTensorEngine):
     """Pages storages of the tensors of one device under one budget.
 
     Arguments:
-        policy: Decides what leaves.
         allowed: The budget in bytes, or the account of it; `UNLIMITED` keeps account only.
         spill_directory: Where the spill file goes; the system's temporary directory by default.
         spill_io: Through the page cache, or past it where the file system can.

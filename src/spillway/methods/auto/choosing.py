@@ -87,7 +87,6 @@ def plan(problem: BlockProblem, *, effort: Effort = Effort.FIRST, start: Sequenc
     of Mimose. Nor does it take longer where everything is a little smaller, if there is such a choice (`_steady`).
 
     Args:
-        problem: What is to be planned.
         effort: How much is tried, unless compute would wait for more than `WAITS`: so near the floor, all that may be
             filled is, at once.
         start: A choice to begin from, such as an earlier plan's.

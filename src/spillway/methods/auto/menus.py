@@ -103,8 +103,6 @@ class Menus:
         """Take what a step measured; returns whether menus may have other options now.
 
         Args:
-            step: The whole step.
-            blocks: Of it.
             forecast: What was known of its size, its own sample included.
         """
         before = self._options
@@ -172,10 +170,7 @@ class Menus:
         """A step of this size.
 
         Args:
-            forecast: Of the size.
-            size: Of the input.
             available: The budget less what is there when the forward begins.
-            moves: Whether anything may wait outside.
         """
         calls = range(len(forecast.saved))
         inputs = [self._at(self._inputs, call, size) for call in calls]

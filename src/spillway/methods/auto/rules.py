@@ -115,8 +115,6 @@ def sentences(problem: BlockProblem, planned: Planned, names: Mapping[int, str] 
     """What a plan comes to, one sentence a kind of block and one for the step; or the refusal.
 
     Args:
-        problem: What was planned.
-        planned: The plan.
         names: Of the kinds; "kind 3" if not given.
     """
     outcome = planned.outcome

@@ -62,8 +62,6 @@ class Draft:
 
     Arguments:
         step: Its ops have seconds.
-        lives: Of its values.
-        allowed: The budget in bytes.
         move_seconds: What a byte costs that leaves without coming back, where its way back is not there until it dies:
             engines move those.
     """

@@ -37,7 +37,7 @@ from spillway.methods.by_block import (
 )
 from spillway.methods.mimose.cache import PlanCache
 from spillway.methods.mimose.choices import Options
-from spillway.methods.mimose.estimator import FitCheck, Quadratic, fit_quadratic
+from spillway.methods.mimose.estimator import Quadratic, fit_quadratic
 from spillway.methods.mimose.peaks import Peak, simulate
 from spillway.methods.mimose.planning import PublishedPlanning, SimulatedPlanning
 from spillway.methods.mimose.scheduler import Reading, Selection, select
@@ -150,11 +150,6 @@ class Mimose(AbstractBlockMethod):
         """What a block is expected to save at this size. Raises ValueError if it was not measured."""
         return self._planning.nbytes(block, size)
 
-    def checks(self) -> tuple[list[FitCheck], FitCheck] | None:
-        """How well the published fits pass their samples, of every block and of the whole model; None where bytes are
-        not fitted to the paper's quadratics. The public code warns of those that do not pass, and goes on."""
-        return self._planning.checks() if isinstance(self._planning, PublishedPlanning) else None
-
     def forecast(self, size: InputSize) -> Forecast | None:
         """What a step of this size is expected to need; None where plans are not simulated (`Options.checks_peak`), and
         before every block and the whole model were measured."""
@@ -166,7 +161,6 @@ __all__ = [
     "BlockPlan",
     "BlockSample",
     "Decision",
-    "FitCheck",
     "Forecast",
     "InputSize",
     "Mimose",

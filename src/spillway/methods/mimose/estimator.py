@@ -37,13 +37,6 @@ from spillway.methods.mimose.exact import (
 )
 from spillway.units import Bytes, Seconds
 
-RELATIVE: Final = 0.10
-"""The fit check of the public code: no sample is off by as much as this share of itself."""
-SMALLEST_DENOMINATOR: Final[Bytes] = 1024
-"""Fewer bytes than these count as these when a share is taken of them."""
-ABSOLUTE: Final[Bytes] = 10**7
-"""Or no sample is off by as much as this."""
-
 LOOKED_FOR: Final = 12
 """Different sizes after which a law that was not found is not looked for again."""
 
@@ -54,22 +47,6 @@ MANY: Final = 32
 
 _Array: TypeAlias = NDArray[Any]
 _Ask: TypeAlias = Callable[[InputSize], list[Bytes]]
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FitCheck:
-    """How far a fit is from its samples, as the public code asks."""
-
-    relative: float
-    """At worst, of max(bytes, 1024)."""
-    absolute: float
-    """At worst, in bytes."""
-
-    @property
-    def passes(self) -> bool:
-        """Below 10 %, or below 1e7 bytes."""
-        return self.relative < RELATIVE or self.absolute < ABSOLUTE
 
 
 @final
@@ -93,14 +70,6 @@ class Quadratic:
             return value
         features = monomials(size, self.degree, batched=self.batched)
         return sum(coefficient * feature for coefficient, feature in zip(self.coefficients, features, strict=True))
-
-    def check(self, samples: Sequence[tuple[InputSize, float]]) -> FitCheck:
-        """How far it is from these."""
-        misses = [(abs(self.at(size) - wanted), wanted) for size, wanted in samples]
-        return FitCheck(
-            relative=max(miss / max(wanted, SMALLEST_DENOMINATOR) for miss, wanted in misses),
-            absolute=max(miss for miss, _ in misses),
-        )
 
 
 def fit_quadratic(samples: Sequence[tuple[InputSize, float]], *, batched: bool = False) -> Quadratic:
@@ -203,8 +172,6 @@ class Estimate:
         """Take an upper bound; the lowest of a size counts. Returns whether any estimate may change by it.
 
         Args:
-            size: Where it was found.
-            nbytes: The bound.
             proven: Whether lower bounds of this size were shown to be too low: no lower one counts from then on.
         """
         before = self.measured.get(size)
