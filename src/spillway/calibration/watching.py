@@ -52,7 +52,6 @@ class Watching(NamedTuple):
     """What compute waits for Python."""
 
     op: Seconds
-    """For every op."""
     root: float
     """For every op besides, times the square root of its own seconds (NOTE [Cold caches])."""
     storage: Seconds

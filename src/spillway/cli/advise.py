@@ -130,7 +130,6 @@ class _Setting:
     memory: Bytes
     """That steps may take if nobody says."""
     device_bytes: Bytes
-    """What the device has."""
     gradient_bytes: Bytes
     longest: Seconds
     """A step that takes longer is not tried."""

@@ -45,7 +45,6 @@ class Timed:
     """Ops that were timed together, as those of one step."""
 
     name: str
-    """What they are of."""
     works: Sequence[Work]
     """What each does."""
     seconds: Sequence[Seconds]
@@ -64,7 +63,6 @@ class LeftOut:
     seconds: Seconds
     """All its ops, measured."""
     foretold: Seconds
-    """The same, foretold."""
     error: float
     """Of single ops, the median of the distance, as a share of what was measured."""
     ratios: tuple[float, ...]

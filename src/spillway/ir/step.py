@@ -58,7 +58,6 @@ class StorageInfo:
     nbytes: Bytes
     """Its size."""
     kind: Kind
-    """What it is for."""
     alive_from: int
     """First op of the half-open interval of ops during which it exists: the op that creates it."""
     alive_until: int
@@ -153,7 +152,6 @@ class Step:
     """
 
     storages: tuple[StorageInfo, ...]
-    """Every storage of the step."""
     values: tuple[Value, ...]
     """Every value of the step; the versions of one storage in their order."""
     ops: tuple[Op, ...]

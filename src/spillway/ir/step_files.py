@@ -40,7 +40,6 @@ class Recorded:
     """A step, and what it is the step of."""
 
     step: Step
-    """The step."""
     workload: str
     """What the workload is called."""
     size: int | None = None

@@ -57,7 +57,6 @@ class StorageLine:
     storage: int
     """Its number; each storage of a timeline has its own."""
     kind: Kind
-    """What it is for."""
     nbytes: Bytes
     """Its bytes while it is present."""
     present_at_start: bool

@@ -332,7 +332,6 @@ def _trouble(
 
 
 def _check_temporaries(group: list[_Replay], step: Step) -> None:
-    """Of replays that are one."""
     own = {step.values[replay.gap.value].storage for replay in group}
     needed = max(_outputs(step, group[0], own, place) for place in range(len(group[0].recipe.ops)))
     for replay in group:

@@ -175,7 +175,6 @@ class View:
         return self._neighbours.name(storage.value) if isinstance(storage, Storage) else None
 
     def evicted(self) -> Mapping[Evicted, Seconds]:
-        """All that is evicted."""
         return self._neighbours.evicted()
 
     def evicted_neighbours(self, of: Candidate | Evicted) -> Mapping[Evicted, Seconds]:

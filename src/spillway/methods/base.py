@@ -101,7 +101,6 @@ class Evicted(NamedTuple):
     """A value whose bytes are nowhere and which can be recomputed: it was dropped, or is dead. Known by two numbers."""
 
     storage: int
-    """The number of its storage."""
     op: int
     """The number of the op that made it."""
 

@@ -58,9 +58,7 @@ class StepSample:
     """Forward and backward of one step, measured. All bytes are above what was there when the forward began."""
 
     size: InputSize
-    """Of its input."""
     recomputed: frozenset[int]
-    """The blocks that were."""
     peak: Bytes
     """Most bytes at once."""
     turn_peak: Bytes | None = None
@@ -100,7 +98,6 @@ class Forecast:
 
     @property
     def everything(self) -> frozenset[int]:
-        """All blocks."""
         return frozenset(range(len(self.saved)))
 
 

@@ -244,21 +244,17 @@ class SelfPlanned(AbstractPolicy):
             yield Move(storage)
 
     def begin_step(self, view: MemoryView, present: Sequence[Candidate]) -> Generator[Proposal, bool, None]:
-        """As the plan has it."""
         if self.planned is not None:
             yield from self.planned.begin_step(view, present)
 
     def acts(self, op: int) -> bool:
-        """As the plan has it."""
         return self.planned is not None and self.planned.acts(op)
 
     def before_op(self, view: MemoryView, op: int) -> Generator[Proposal, bool, None]:
-        """As the plan has it."""
         if self.planned is not None:
             yield from self.planned.before_op(view, op)
 
     def after_op(self, view: MemoryView, op: int, created: Sequence[Candidate]) -> Generator[Proposal, bool, None]:
-        """As the plan has it."""
         if self.planned is not None:
             yield from self.planned.after_op(view, op, created)
 

@@ -71,7 +71,6 @@ class PathOp:
     """What runs at a site; another op there, or one on other parameters, is another `PathOp`."""
 
     site: Site
-    """Where."""
     name: str
     """The operator, `aten.addmm.default`."""
     parameters: tuple[int, ...]

@@ -65,7 +65,6 @@ class Standing:
     exact: int = 0
     """Those in which all decisions were as it had expected when the step began."""
     acted: int = 0
-    """Those in which it acted."""
 
     @property
     def hit_rate(self) -> float:
@@ -89,7 +88,6 @@ class Record:
     misprediction_seconds: Seconds = 0.0
     """What they cost together."""
     last: deque[Misprediction] = field(default_factory=lambda: deque(maxlen=LISTED))
-    """The last of them."""
 
 
 def modelled_seconds(architecture: Architecture, device: Device) -> NDArray[np.float64]:

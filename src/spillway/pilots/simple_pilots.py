@@ -48,7 +48,6 @@ class Frequency(AbstractPilot):
         self._steps = np.float32(0)
 
     def foresee(self, sample: Sample, asked: int = 0) -> Foresight:
-        """Those frequencies."""
         found = np.zeros(self.program.decisions, np.float32)
         if self._steps:
             found[: len(self._sums)] = self._sums / self._steps

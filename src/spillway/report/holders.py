@@ -25,7 +25,6 @@ class Holder:
 
     nbytes: Bytes
     storages: int
-    """How many."""
     kind: str
     """What they are for; several kinds where they are taken together."""
     module: str

@@ -106,7 +106,6 @@ def _fact(value: Any) -> str:
 
 
 def _picture(timeline: Timeline) -> dict[str, Any]:
-    """Of one timeline."""
     plain = timeline.plain_peak()
     drawn, lanes = charts.draw(timeline, plain), charts.draw_lanes(timeline)
     return {

@@ -112,7 +112,6 @@ class Pass:
     missing: set[int]
     """Parameters that had no gradient then, by id."""
     ended: dict[int, HeldCall] = field(default_factory=dict)
-    """Calls that have, by number."""
     holds: dict[int, Bytes] = field(default_factory=dict)
     """What each of them holds above what recomputing it would leave."""
     revocable: dict[int, HeldCall] = field(default_factory=dict)
@@ -833,7 +832,6 @@ class _Measured:
         return found
 
     def samples(self) -> tuple[StepSample, list[BlockSample]]:
-        """Of the step and of all blocks."""
         one = self._pass
         back = min(self._reached.values())
         turn = max(at for at, mark in enumerate(self._marks) if mark.kind == "ended")

@@ -226,7 +226,6 @@ class Attention(NamedTuple):
     """What compute waits for Spillway itself."""
 
     op: Seconds = 0.0
-    """For every op."""
     root: float = 0.0
     """For every op besides, times the square root of its seconds."""
     storage: Seconds = 0.0
@@ -236,11 +235,9 @@ class Attention(NamedTuple):
 
     @classmethod
     def of(cls, device: Device) -> Attention:
-        """As the device has it."""
         return cls(device.watch_seconds, device.watch_root, device.handling_seconds, device.question_seconds)
 
     def around(self, op: Op) -> Seconds:
-        """For one op."""
         return self.op + self.root * sqrt(op.seconds or 0.0)
 
 

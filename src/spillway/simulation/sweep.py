@@ -42,7 +42,6 @@ class SweepProblem:
     """A step whose ops have seconds, on a device."""
 
     step: Step
-    """The step."""
     workload: str
     """What it is the step of."""
     device: Device
@@ -76,7 +75,6 @@ class Row:
     method: str
     """The name on the command line."""
     budget_bytes: Bytes
-    """The budget."""
     status: Status
     """`ok`; `oom` if it does not fit, or no plan was found; `thrash` if more was recomputed than is worth it."""
     overhead: float | None = None
@@ -111,9 +109,7 @@ class Bound:
     """The seconds that a step takes at least under a budget, if nothing is moved."""
 
     budget_bytes: Bytes
-    """The budget."""
     seconds: Seconds
-    """The bound."""
     kind: Literal["cut", "plain"]
     """What has to run again behind one op, or the plain step's seconds where that says no more."""
     why: str = ""
@@ -128,7 +124,6 @@ class Failure:
     method: str | None
     """None for a bound."""
     budget_bytes: Bytes
-    """The budget."""
     why: str
     """A whole sentence."""
 
@@ -143,7 +138,6 @@ class Comparison:
     """Everything that was found out, complete or not."""
 
     problem: SweepProblem
-    """What was compared."""
     methods: Sequence[str]
     """In the order in which they were asked for."""
     budgets: Sequence[Bytes]
@@ -281,7 +275,6 @@ class Cell:
     method: str | None
     """None for the bound."""
     budget_bytes: Bytes
-    """The budget."""
 
 
 def work_out(problem: SweepProblem, plan_seconds: Seconds, cell: Cell) -> Row | Bound:

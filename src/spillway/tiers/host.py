@@ -143,7 +143,6 @@ class Block:
     offset: Bytes
     """Where it begins in its slab."""
     slab: _Slab = field(repr=False)
-    """The slab."""
 
     def keep_for(self, owner: object) -> Callable[[], object]:
         """Keep the memory for as long as `owner` lives, whatever becomes of the block and the pool.

@@ -138,7 +138,6 @@ class SpilledStorage:
 
     @property
     def nbytes(self) -> Bytes:
-        """Bytes of the storage."""
         return self._transfer.nbytes
 
     @property
@@ -162,7 +161,6 @@ class SpilledStorage:
         return self._transfer.arrival is not None
 
     def load(self) -> Storage:
-        """The bytes."""
         return self._store.load(self._transfer)
 
     def start_in(self) -> None:
@@ -264,7 +262,6 @@ class Store:
         return SpilledStorage(transfer, self)
 
     def load(self, transfer: Transfer) -> Storage:
-        """The bytes of a transfer."""
         source = transfer.source  # once: a worker may let go of it at any moment
         if source is not None:
             return source

@@ -90,7 +90,6 @@ class HeldCall:
         """Goes on to change."""
 
     def revoke(self) -> Bytes:
-        """As `BlockEngine.revoke`."""
         with self._lock:
             call = self._call()
             return call.revoke() if call is not None else 0
@@ -396,7 +395,6 @@ class BlockEngine:
         return report.block, report.call
 
     def call(self, number: int) -> HeldCall:
-        """A call, by its number."""
         return HeldCall(self._runtime, self._calls[self.unit(number)], self._reports[number])
 
     def revoke(self, block: str, call: int = 0) -> Bytes:

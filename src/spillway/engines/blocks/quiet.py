@@ -64,7 +64,6 @@ class _Silence:
         return not self.over and threading.get_ident() == self._thread and speaker not in _SPEAKS
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """As `logging.Filter` has it."""
         return record.name == "py.warnings" or not self.holds("")
 
 

@@ -70,7 +70,6 @@ class _Entry(NamedTuple):
     write: Callable[[Any], None]
     same: Callable[[Any, Any], bool]
     marked: bool = False
-    """Whether there are marks in what it was."""
 
 
 @final

@@ -47,7 +47,6 @@ class SpilledTensor(NamedTuple):
         return empty.set_(storage, self.offset, self.size, self.stride)
 
     def fetch(self) -> Tensor:
-        """The tensor."""
         return self.over(self.source.load())
 
 

@@ -109,7 +109,6 @@ class Selection:
 
     @property
     def kept(self) -> list[FrozenTensor]:
-        """The tensors."""
         return [one for result in self.results if result is not None for one in result.kept]
 
     def note(self, op: Any, looks: Looks, made: Any, given: list[Tensor]) -> None:

@@ -52,11 +52,9 @@ class Seen:
     args: Sequence[Any]
     kwargs: dict[str, Any] | None
     reads: list[Value]
-    """The values it reads."""
     places: Sequence[Place]
     """Where their tensors stand in the call."""
     writes: Sequence[Storage]
-    """Storages it writes."""
     scratch: Sequence[Operand] = ()
     """Operands that a replay replaces by zeros."""
     opaque: bool = False

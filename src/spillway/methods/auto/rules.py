@@ -64,13 +64,11 @@ class KindSummary:
 
     kind: int
     blocks: int
-    """Of the kind."""
     chosen: Mapping[Action, int]
     """How many blocks each action was chosen for."""
     freed: Bytes
     """By all of them, of what keeping them would leave in memory."""
     moved: Bytes
-    """By all of them."""
     seconds: Seconds
     """That all of them take beside forward and backward, waiting left out."""
     rules: tuple[Rule, ...]

@@ -87,7 +87,6 @@ class Clock:
         """How many choices have been run: what searches count."""
 
     def picked(self, choice: Sequence[int]) -> list[Row]:
-        """The rows of a choice."""
         return [rows[option] for rows, option in zip(self.rows, choice, strict=True)]
 
     def needed(self, rows: Sequence[Row]) -> Bytes:

@@ -71,7 +71,6 @@ class Solution:
     """A plan, and how good it is known to be."""
 
     plan: Plan
-    """The plan."""
     seconds: Seconds
     """Time of all ops of the step and of its replays, without any copy."""
     bound: Seconds

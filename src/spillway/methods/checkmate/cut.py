@@ -64,7 +64,6 @@ class Cut:
     """What the program of one op says."""
 
     op: int
-    """The op."""
     bound: Seconds
     """No schedule that only recomputes takes less; infinite if there is none."""
     gone: frozenset[ValueId]

@@ -40,7 +40,6 @@ class Node:
     """Ops that run together."""
 
     first: int
-    """The first of them."""
     end: int
     """One more than the last."""
     seconds: Seconds

@@ -24,13 +24,10 @@ class PackedStorage:
     storage: StorageId
     """Of the step."""
     value: ValueId
-    """What of it is packed."""
     form_storage: StorageId
     """Of the draft: where the packed form is."""
     form: ValueId
-    """The packed form."""
     nbytes: Bytes
-    """Of that."""
 
 
 @final

@@ -286,7 +286,6 @@ class Estimates:
         self._answers = [order[position] for position in positions]
 
     def at(self, size: InputSize) -> list[Bytes]:
-        """Of each."""
         found: list[Bytes] = []
         for ask in self._asks:
             found += ask(size)
@@ -353,7 +352,6 @@ class _Fits:
         return found
 
     def _at_most(self, size: InputSize) -> _Array:
-        """`at_most` for all of them."""
         scale = numpy.maximum(size[0] / self._lengths, 1.0)
         least: _Array = (self._nbytes * (scale * scale)).min(axis=0)
         low, high = self._low, self._high
