@@ -75,11 +75,7 @@ class Steps:
 
 @final
 class SimulatedBench(AbstractBench):
-    """Measures on a device by its description.
-
-    Args:
-        device: On which they run. Its memory limits nothing here: whoever asks has a limit.
-    """
+    """Measures on a device by its description. The device's memory limits nothing here: whoever asks has a limit."""
 
     def __init__(self, name: str, steps: Steps, device: Device) -> None:
         self.name = name

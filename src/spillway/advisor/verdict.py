@@ -596,11 +596,8 @@ class Accumulation:
 
 def accumulation_of(rows: Sequence[Row], gradient_bytes: Bytes) -> Accumulation | None:
     """What to offer beside the recommended method; None where it wins by more than its largest batch, or nothing
-    accumulates.
-
-    Arguments:
-        gradient_bytes: Of all parameters: from the second micro-batch on they are there from the beginning.
-    """
+    accumulates. From the second micro-batch on `gradient_bytes`, those of all parameters, are there from the
+    beginning."""
     best, plain = recommended(rows), plain_row(rows)
     if best is None or plain is None or best is plain or best.fitted is None or plain.fitted is None:
         return None

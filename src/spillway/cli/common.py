@@ -119,11 +119,8 @@ def read_figures(path: Path) -> RunFile:
 
 
 def write_page(path: Path, run_file: Path, facts: Mapping[str, Any], run: RunFile | None = None) -> list[StepReport]:
-    """Write a page about the run in `run_file`, and return its steps. Raises what `read_figures` raises.
-
-    Arguments:
-        facts: What the page says at its top besides the header of the run file.
-    """
+    """Write a page about the run in `run_file`, and return its steps. Raises what `read_figures` raises. `facts` are
+    what the page says at its top besides the header of the run file."""
     run = run or read_figures(run_file)
     with naming(path):
         write_report(path, {**run.header, **facts}, run.steps, run.timelines, blocks=run.blocks)

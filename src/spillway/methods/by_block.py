@@ -232,11 +232,8 @@ class AbstractBlockMethod(ABC):
 
     @abstractmethod
     def fresh(self, *, batched: bool) -> Self:
-        """The same method, which has learned nothing yet.
-
-        Args:
-            batched: Whether the first number of a size counts samples, by which all bytes are multiplied.
-        """
+        """The same method, which has learned nothing yet. `batched` says whether the first number of a size counts
+        samples, by which all bytes are multiplied."""
 
     @property
     @abstractmethod
@@ -254,11 +251,8 @@ class AbstractBlockMethod(ABC):
 
     @abstractmethod
     def begin(self, size: InputSize, available: Bytes) -> Decision:
-        """What to do in a forward and backward on an input of this size.
-
-        Args:
-            available: The budget less what is resident when the forward begins.
-        """
+        """What to do in a forward and backward on an input of this size; `available` is the budget less what is
+        resident when the forward begins."""
 
     @abstractmethod
     def end(self, step: StepSample, blocks: Sequence[BlockSample] = ()) -> None:

@@ -343,11 +343,8 @@ class DynnOffload(AbstractPolicy):
 
 @final
 class DynnOffloadPlanner(AbstractPlanner):
-    """Blocks in memory, the next on its way.
-
-    Arguments:
-        double_buffer: Two halves with nothing kept beside, cut by dynamic programming.
-    """
+    """Blocks in memory, the next on its way. With `double_buffer` two halves with nothing kept beside, cut by dynamic
+    programming."""
 
     name = "dynn-offload"
     uses_recipes = False

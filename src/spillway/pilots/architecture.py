@@ -31,11 +31,7 @@ MOST_WAYS: Final = 4
 
 @final
 class Architecture:
-    """What a network was seen to do, everything numbered from 0 in the order in which it was first seen.
-
-    Arguments:
-        base: What it is built of.
-    """
+    """What a network was seen to do, everything numbered from 0 in the order in which it was first seen."""
 
     def __init__(self, network: str, base: BaseType) -> None:
         self.network = network

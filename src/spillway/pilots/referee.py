@@ -156,11 +156,7 @@ class Referee:
         }  # fmt: skip
 
     def learn(self, sample: Sample, seconds: NDArray[np.float64]) -> None:
-        """Judge a step that ran, then have every pilot learn it.
-
-        Arguments:
-            seconds: [ops] What each op of its path took.
-        """
+        """Judge a step that ran, then have every pilot learn it. `seconds` [ops] is what each op of its path took."""
         self.program.follow()
         acting = self.acting
         forward, ranks = self._forward(sample, seconds)

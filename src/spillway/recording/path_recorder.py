@@ -298,11 +298,8 @@ class PathRecorder:
         self._steps = 0
 
     def sample(self, batch: Any, *, update: bool = True) -> Sample:
-        """One step of the network, and what it did.
-
-        Arguments:
-            update: Whether the backward and the optimizers run after the forward.
-        """
+        """One step of the network, and what it did; with `update` the backward and the optimizers run after the
+        forward."""
         recorder = self._recorder
         with recorder.watching(), arriving(self._handle):
             loss = self._workload.loss(self._workload.model, batch)

@@ -71,12 +71,8 @@ class Before:
 
     @_unseen()
     def remember(self, *, large: bool = True) -> None:
-        """A step begins.
-
-        Args:
-            large: Whether there is room for copies of large storages. What changes in these cannot be put back
-                otherwise, and a refusal says so.
-        """
+        """A step begins. `large` says whether there is room for copies of large storages; what changes in these cannot
+        be put back otherwise, and a refusal says so."""
         self._held = [(module._buffers, dict(module._buffers.items())) for module in self._model.modules()]
         self._parameters = [(one, _version(one)) for one in self._model.parameters()]
         self._locations, self._others = [], []

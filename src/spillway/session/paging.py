@@ -61,11 +61,8 @@ class _Left:
 
 @final
 class Paging:
-    """The tensor engine under a block session. See NOTE [Paged].
-
-    Args:
-        base_rss: What the process takes beside tensors, if freed memory is to be returned.
-    """
+    """The tensor engine under a block session. See NOTE [Paged]. `base_rss` is what the process takes beside tensors,
+    if freed memory is to be returned."""
 
     def __init__(self, engine: TensorEngine, base_rss: Bytes | None) -> None:
         self.engine = engine

@@ -145,11 +145,8 @@ class Block:
     slab: _Slab = field(repr=False)
 
     def keep_for(self, owner: object) -> Callable[[], object]:
-        """Keep the memory for as long as `owner` lives, whatever becomes of the block and the pool.
-
-        Returns:
-            What undoes that.
-        """
+        """Keep the memory for as long as `owner` lives, whatever becomes of the block and the pool. Returns what undoes
+        that."""
         keeping = weakref.finalize(owner, lambda slab: None, self.slab)
         keeping.atexit = False
         return keeping.detach

@@ -828,11 +828,8 @@ class Replay:
 
 @final
 class Passing:
-    """A run from which nothing is wanted: blocks inside are no calls.
-
-    Args:
-        holds: What is saved is held as long as the run lasts, for a backward in it.
-    """
+    """A run from which nothing is wanted: blocks inside are no calls. With `holds` what is saved is held as long as the
+    run lasts, for a backward in it."""
 
     def __init__(self, *, holds: bool = False) -> None:
         self._holds = holds

@@ -79,11 +79,8 @@ def children_of(module: nn.Module) -> list[nn.Module]:
 
 
 def runs_children(module: nn.Module, *, behind_hook: bool = False) -> bool:
-    """Whether a module is a `Sequential` that runs its children one after the other and does nothing besides.
-
-    Args:
-        behind_hook: Whether what a hook of ours stands in front of is looked at, where there is one.
-    """
+    """Whether a module is a `Sequential` that runs its children one after the other and does nothing besides; with
+    `behind_hook` what a hook of ours stands in front of is looked at, where there is one."""
     kind, own = type(module), vars(module).get("forward")
     if behind_hook and isinstance(own, Hook):
         own = own.patched
@@ -100,11 +97,8 @@ def runs_children(module: nn.Module, *, behind_hook: bool = False) -> bool:
 
 @final
 class Grouped:
-    """The forward of a `Sequential` of which groups run as blocks.
-
-    Args:
-        sequential: Whose forward this is; a model may put other children into it at any time.
-    """
+    """The forward of a `Sequential` of which groups run as blocks. A model may put other children into it at any
+    time."""
 
     def __init__(self, sequential: nn.Sequential, calls: Mapping[Group, Callable[[Any], Any]]) -> None:
         self._sequential = sequential

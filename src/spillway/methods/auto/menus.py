@@ -80,11 +80,7 @@ class _Rate:
 
 @final
 class Menus:
-    """Learns what the options of every block take.
-
-    Arguments:
-        batched: Whether the first number of a size counts samples.
-    """
+    """Learns what the options of every block take. `batched` says whether the first number of a size counts samples."""
 
     def __init__(self, *, batched: bool) -> None:
         self._batched = batched
@@ -100,11 +96,8 @@ class Menus:
         self._rest = _Shares()
 
     def take(self, step: StepSample, blocks: Sequence[BlockSample], forecast: Forecast | None) -> bool:
-        """Take what a step measured; returns whether menus may have other options now.
-
-        Args:
-            forecast: What was known of its size, its own sample included.
-        """
+        """Take what a step measured; returns whether menus may have other options now. `forecast` is what was known of
+        its size, its own sample included."""
         before = self._options
         moved = any(sample.action.moves for sample in blocks)
         plain = sum(sample.seconds + sample.backward for sample in blocks)
@@ -167,11 +160,7 @@ class Menus:
             self._again.take(sample.block, sample.again / forward)
 
     def problem(self, forecast: Forecast, available: Bytes, size: InputSize, *, moves: bool) -> BlockProblem:
-        """A step of this size.
-
-        Args:
-            available: The budget less what is there when the forward begins.
-        """
+        """A step of this size; `available` is the budget less what is there when the forward begins."""
         calls = range(len(forecast.saved))
         inputs = [self._at(self._inputs, call, size) for call in calls]
         kept = self._kept_at(forecast, inputs, size)

@@ -47,12 +47,9 @@ SAME: Final = 1e-6
 
 @final
 class AutoPlanner(AbstractPlanner):
-    """The fastest mixture of keeping, recomputing, selecting and offloading blocks that is found.
-
-    Arguments:
-        instead: Who plans a step that has no blocks, or under a budget for which no choice of blocks is small enough:
-            the first of them that can.
-    """
+    """The fastest mixture of keeping, recomputing, selecting and offloading blocks that is found. The first of those
+    `instead` that can plans a step that has no blocks, or under a budget for which no choice of blocks is small
+    enough."""
 
     name = "auto"
     begin = "at op"

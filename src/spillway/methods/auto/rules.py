@@ -110,11 +110,8 @@ def by_kind(problem: BlockProblem, planned: Planned) -> tuple[KindSummary, ...]:
 
 
 def sentences(problem: BlockProblem, planned: Planned, names: Mapping[int, str] | None = None) -> tuple[str, ...]:
-    """What a plan comes to, one sentence a kind of block and one for the step; or the refusal.
-
-    Args:
-        names: Of the kinds; "kind 3" if not given.
-    """
+    """What a plan comes to, one sentence a kind of block and one for the step; or the refusal. Kinds without `names`
+    are called "kind 3"."""
     outcome = planned.outcome
     if not outcome.fits:
         return (refusal(problem),)

@@ -49,11 +49,8 @@ FEWEST: Final = 4
 
 @final
 class Mimose(AbstractBlockMethod):
-    """Decides before each step, learns after it. One object belongs to one training.
-
-    Arguments:
-        options: `Options()`, Spillway's choices, if not given.
-    """
+    """Decides before each step, learns after it. One object belongs to one training. `options` are Spillway's choices
+    if not given."""
 
     def __init__(self, options: Options | None = None) -> None:
         self.options = options or Options()

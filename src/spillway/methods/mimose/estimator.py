@@ -97,11 +97,7 @@ def fit_quadratic(samples: Sequence[tuple[InputSize, float]], *, batched: bool =
 
 @final
 class Quadratics:
-    """Several of them, evaluated at once and never below 0.
-
-    Arguments:
-        fits: All of sizes of the same dimensions.
-    """
+    """Several of them, all of sizes of the same dimensions, evaluated at once and never below 0."""
 
     def __init__(self, fits: Sequence[Quadratic]) -> None:
         width = max(len(fit.coefficients) for fit in fits)
@@ -169,11 +165,8 @@ class Estimate:
         return self._learns(size, nbytes)
 
     def bound(self, size: InputSize, nbytes: Bytes, *, proven: bool) -> bool:
-        """Take an upper bound; the lowest of a size counts. Returns whether any estimate may change by it.
-
-        Args:
-            proven: Whether lower bounds of this size were shown to be too low: no lower one counts from then on.
-        """
+        """Take an upper bound; the lowest of a size counts. Returns whether any estimate may change by it. Where lower
+        bounds of this size are `proven` to be too low, no lower one counts from then on."""
         before = self.measured.get(size)
         if proven and before is not None:
             self._raised.add(size)
