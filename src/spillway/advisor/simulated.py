@@ -45,12 +45,8 @@ _KINDS: Final[Mapping[Kind, str]] = {
 
 @final
 class Steps:
-    """A workload's step at any batch size.
-
-    Args:
-        record: Records the step of a batch of so many samples.
-        sizes: What is recorded, when it is first needed.
-    """
+    """A workload's step at any batch size: `record` records that of so many samples, at `sizes`, when it is first
+    needed."""
 
     def __init__(self, record: Callable[[int], Step], sizes: Sequence[int] = RECORDED) -> None:
         self._record, self._sizes = record, tuple(sizes)

@@ -189,12 +189,8 @@ def default_limit(experiment: Experiment) -> float:
 
 
 def advise(experiment: Experiment, limit: float, *, small_batches: bool = False) -> list[Row]:
-    """A row for every method, the plain one first.
-
-    Arguments:
-        limit: Bytes that steps may take.
-        small_batches: Decide by t = max(a, k x) + b instead of the line.
-    """
+    """A row for every method, the plain one first, where steps may take `limit` bytes; with `small_batches` by t =
+    max(a, k x) + b instead of the line."""
     fits = {name: fit(samples, limit, small_batches=small_batches) for name, samples in experiment.methods.items()}
     return judge(experiment, fits, limit)
 
@@ -391,12 +387,8 @@ COLUMNS: Final = (
 
 
 def cells(row: Row, times: float | None, digits: int = 3) -> dict[str, str]:
-    """What a table says of a row, by `COLUMNS`, empty where nothing is known.
-
-    Arguments:
-        times: Its predicted best as a multiple of the plain one's.
-        digits: Of R.
-    """
+    """What a table says of a row, by `COLUMNS`, empty where nothing is known. `times` is its predicted best as a
+    multiple of the plain one's; R has so many `digits`."""
     told = dict.fromkeys(COLUMNS, "") | {"seen": as_measured(row), "verdict": row.verdict}
     if row.fitted is not None:
         memory, cost, time = row.fitted.memory, row.fitted.cost, row.fitted.law_of_time

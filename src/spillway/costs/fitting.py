@@ -171,12 +171,8 @@ class _Vector:
 
 
 def least_squares(residuals: Callable[[Floats], tuple[Floats, Floats]], start: Floats) -> Floats:
-    """Levenberg and Marquardt's method, with differences for derivatives.
-
-    Args:
-        residuals: Of the numbers: those of data, large ones of which count less, and those that count as they are.
-        start: Where the numbers begin.
-    """
+    """Levenberg and Marquardt's method, with differences for derivatives. Residuals of the numbers are those of data,
+    large ones of which count less, and those that count as they are."""
 
     def whole(numbers: Floats) -> tuple[Floats, float]:
         data, firm = residuals(numbers)

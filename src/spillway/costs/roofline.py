@@ -297,12 +297,8 @@ def launches_of(step: Step, works: Sequence[Work]) -> Floats:
 
 
 def paced(seconds: Floats, launching: Floats) -> Floats:
-    """[ops] Seconds with the device's waiting for launches: an op begins when it is launched and the one before ended.
-
-    Args:
-        seconds: [ops] That each takes.
-        launching: [ops] That the host takes for each, one after the other.
-    """
+    """[ops] Seconds with the device's waiting for launches, of which the host takes `launching` [ops] for each, one
+    after the other: an op begins when it is launched and the one before ended."""
     if not launching.any():
         return seconds
     done = seconds.cumsum()

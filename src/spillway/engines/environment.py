@@ -37,12 +37,8 @@ Flag: TypeAlias = tuple[Callable[[], Any], Callable[[Any], Any]]
 
 @final
 class Settings:
-    """Settings of torch that decide how ops are computed: the same call under others need not give the same bits.
-
-    Args:
-        flags: One pair each.
-        now: Asks for all of them at once; put together from the pairs if left out.
-    """
+    """Settings of torch that decide how ops are computed: the same call under others need not give the same bits. `now`
+    asks for all of them at once."""
 
     __slots__ = ("flags", "now")
 
@@ -423,12 +419,8 @@ Autocast: TypeAlias = tuple[str, bool, torch.dtype, bool]
 
 @final
 class Environment:
-    """Reads the environment when a block begins, and runs its recompute in it.
-
-    Args:
-        devices: Types of the devices on which the model lies, the CPU not needed among them.
-        generators: Random streams that blocks draw from, beside the global ones of Python, NumPy and torch.
-    """
+    """Reads the environment when a block begins, and runs its recompute in it: for a model on devices of these types,
+    that draws from `generators` beside the global random streams of Python, NumPy and torch."""
 
     def __init__(self, devices: Iterable[torch.device], generators: Iterable[Generator]) -> None:
         others = {device for device in devices if device.type not in ("cpu", "meta")}

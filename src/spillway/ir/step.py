@@ -175,12 +175,8 @@ class Step:
     def levels(
         self, sizes: Sequence[Bytes] | None = None, gone: Iterable[tuple[StorageId, int, int]] = ()
     ) -> list[Bytes]:
-        """Bytes alive during every op.
-
-        Args:
-            sizes: What each storage counts as, where that is not its bytes.
-            gone: Storages that are not there during half-open intervals of ops.
-        """
+        """Bytes alive during every op, where storages count as their bytes, or as `sizes` says; those `gone` are not
+        there during half-open intervals of ops."""
         sizes = [storage.nbytes for storage in self.storages] if sizes is None else sizes
         changes = [0] * (len(self.ops) + 1)
         for storage in self.storages:

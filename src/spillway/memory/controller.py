@@ -49,12 +49,8 @@ PATIENCE = 1 << 16
 
 @final
 class Controller(AbstractLedger):
-    """Owns values, cuts, locks, the budget and the replay stack. Callers hold `lock`.
-
-    Arguments:
-        machine: What really holds the bytes.
-        chain_cap: The longest chain of replays that a drop may lead to (rule 4).
-    """
+    """Owns values, cuts, locks, the budget and the replay stack; the machine is what really holds the bytes. Callers
+    hold `lock`. No drop may lead to a chain of replays that is longer than `chain_cap` (rule 4)."""
 
     __slots__ = ("_drops_allowed", "copies", "flights", "tier_full", "unsafe", "view")
 

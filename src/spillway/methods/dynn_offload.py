@@ -142,12 +142,8 @@ class DynnOffload(AbstractPolicy):
     def begin_forward(
         self, course: Course, members: Sequence[Sequence[Candidate]], updated: Sequence[Candidate]
     ) -> None:
-        """A step begins.
-
-        Arguments:
-            members: [groups] The storages of the parameters of each group.
-            updated: What the optimizers use, in their order, as far as it is there before the step.
-        """
+        """A step begins. `members` [groups] are the storages of the parameters of each group; `updated` is what the
+        optimizers use, in their order, as far as it is there before the step."""
         self.course, self._members = course, members
         self._group_of = {one.number: group for group, storages in enumerate(members) for one in storages}
         self._backward_at = self._update_at = None

@@ -110,12 +110,8 @@ class Paging:
         return self._back[size].missed if size in self._back else 0
 
     def guards(self, trace: AbstractTrace, start: Bytes) -> bool:
-        """Whether what a step takes above the budget is lent from here on, see NOTE [Lent].
-
-        Args:
-            trace: Of the step, not yet marked.
-            start: What was there when it began.
-        """
+        """Whether what a step takes above the budget is lent from here on, see NOTE [Lent]. Its trace is not yet
+        marked; `start` is what was there when it began."""
         return trace.guard(self.engine.budget.allowed - start, self.engine.backend.unwatched)
 
     def lent(self, named: Named) -> Bytes:
@@ -132,12 +128,8 @@ class Paging:
         return size in self._sizes
 
     def wanted(self, size: Like, named: Bytes) -> bool:
-        """Whether a step has to be paged from its begin; otherwise everything is back.
-
-        Args:
-            size: Of its input, and its signature.
-            named: Bytes of what is known by name.
-        """
+        """Whether a step of this size and signature has to be paged from its begin; otherwise everything is back.
+        `named` are the bytes of what is known by name."""
         controller, budget = self.engine.controller, self.engine.budget
         if size in self._sizes or (controller.away and named > budget.allowed):
             return True

@@ -541,12 +541,8 @@ class HostCopy:
 
 @final
 class HostTier:
-    """Copies between the device and the pool, in an order that neither the host nor the allocator can upset.
-
-    Arguments:
-        streams: On which they run beside the compute stream.
-        pool: Where bytes wait.
-    """
+    """Copies between the device and the pool where bytes wait, in an order that neither the host nor the allocator can
+    upset."""
 
     def __init__(self, streams: Streams, pool: HostPool) -> None:
         self.streams, self.pool = streams, pool

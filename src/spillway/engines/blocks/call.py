@@ -76,12 +76,8 @@ Hooks: TypeAlias = tuple[Callable[..., Any], Callable[..., Any]]
 
 @final
 class BlockRuntime:
-    """Knows, for every thread, which call is running and which is running again.
-
-    Args:
-        environment: Read at the beginning of each call.
-        open_store: Opens the spill file, when something is to wait there for the first time.
-    """
+    """Knows, for every thread, which call is running and which is running again. The environment is read at the
+    beginning of each call; the spill file is opened when something is to wait there for the first time."""
 
     def __init__(self, environment: Environment, open_store: Callable[[], Store], compressor: Compressor) -> None:
         self.environment = environment

@@ -40,12 +40,8 @@ Seen: TypeAlias = dict[tuple[int, int, int, int], Fingerprint]
 
 
 def fingerprint(tensor: Tensor, seen: Seen) -> Fingerprint:
-    """The fingerprint of a strided tensor.
-
-    Args:
-        tensor: Not written to while the fingerprint is made.
-        seen: Fingerprints of tensors that are still alive; views of the same bytes are looked at once.
-    """
+    """The fingerprint of a strided tensor, which nobody writes to meanwhile. Of those that are `seen`, whose tensors
+    are still alive, views of the same bytes are looked at once."""
     with grad_mode(enabled=False):
         dense = _dense(tensor.detach())
         # Not by its address: where every op is watched, whoever asks for that has the storage stay for good.

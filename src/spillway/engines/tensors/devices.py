@@ -63,12 +63,8 @@ def engine_for(
     spill_directory: str | os.PathLike[str] | None,
     spill_io: SpillIO = "buffered",
 ) -> TensorEngine:
-    """An engine for tensors of that device.
-
-    Arguments:
-        allowed: The budget in bytes, or the account of it.
-        pinned: The most host memory that is pinned for what leaves a CUDA device.
-    """
+    """An engine for tensors of that device, under a budget in bytes, or the account of it. At most `pinned` bytes of
+    host memory are pinned for what leaves a CUDA device."""
     if device.type == "cpu":
         return TensorEngine(policy, allowed, spill_directory, spill_io)
     return cuda_engine(policy, allowed, CudaStreams(device), pinned)

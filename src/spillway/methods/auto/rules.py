@@ -44,12 +44,8 @@ class Rule:
 
 
 def rules(block: Block, rate: float) -> tuple[Rule, ...]:
-    """For each action of a block's menu that moves something.
-
-    Args:
-        block: Any of its kind.
-        rate: Bytes a second, of the slower of the two ways.
-    """
+    """For each action of a block's menu that moves something, at so many bytes a second, of the slower of the two
+    ways."""
     return tuple(
         Rule(action=option.action, moved=option.moved, phi=rate * (block.forward + option.forward) / option.moved)
         for option in block.options

@@ -58,13 +58,8 @@ NOTHING: Final = _Replays((), 0.0, -1, frozenset())
 
 @final
 class Draft:
-    """Which idle intervals are gone, and until when.
-
-    Arguments:
-        step: Its ops have seconds.
-        move_seconds: What a byte costs that leaves without coming back, where its way back is not there until it dies:
-            engines move those.
-    """
+    """Which idle intervals are gone, and until when. A byte costs `move_seconds` that leaves without coming back, where
+    its way back is not there until it dies: engines move those."""
 
     def __init__(self, step: Step, lives: Sequence[Life], allowed: Bytes, move_seconds: Seconds = 0.0) -> None:
         self.step, self.lives, self.allowed, self._move = step, lives, allowed, move_seconds

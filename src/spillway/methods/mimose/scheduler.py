@@ -71,12 +71,8 @@ class Selection:
 
 
 def select(nbytes: Sequence[Bytes], excess: Bytes, reading: Reading = Reading()) -> Selection:
-    """Choose blocks until their bytes cover the excess, or none is left.
-
-    Args:
-        nbytes: Of each block, in the order in which their forwards ran.
-        excess: Bytes to save. At 0 or below nothing is chosen.
-    """
+    """Choose blocks until their bytes, in the order in which their forwards ran, cover the excess, or none is left.
+    Without excess nothing is chosen."""
     if excess <= 0:
         return Selection(blocks=(), uncovered=0)
     # In the order of the forward where bytes are equal.
