@@ -277,8 +277,7 @@ def timed(step: Step, device: Device, *, shares: Shares | None = None, keep_meas
         shares: What each kind of op gets of the device, whatever its shape, in place of what the device says.
         keep_measured: Leave the seconds of ops that have some, as when the step was measured on this device.
 
-    Raises:
-        UsageError: `shares` lacks a kind.
+    Raises UsageError if `shares` lacks a kind.
     """
     works = [work_of(step, op) for op in step.ops]
     found = seconds_of(works, device, None if shares is None else Efficiency(shares=shares))

@@ -275,9 +275,8 @@ def fit_scaling(steps: Mapping[int, Step]) -> Scaling:
     Args:
         steps: A step for every size, all of the same ops in the same order.
 
-    Raises:
-        ValueError: There are fewer than three sizes, a size is not above 0, or the steps are not of the same ops; the
-            sentence says where they part.
+    Raises ValueError if there are fewer than three sizes, a size is not above 0, or the steps are not of the same ops;
+    the sentence says where they part.
     """
     if len(steps) < _FEWEST or min(steps) < 1:
         raise ValueError(f"Scaling is fitted to {_FEWEST} sizes above 0 or more, not to {sorted(steps)}.")

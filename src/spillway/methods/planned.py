@@ -71,9 +71,8 @@ class Planned(AbstractPolicy):
         ahead: Copies begin so many times their own seconds before they have to be done; 0 begins none early.
         begin: "in time" as just said, or "at op"; the planner says which (`AbstractPlanner.begin`).
 
-    Raises:
-        UsageError: The plan is for another step, has a compressed home, of which the tensor engine has none, `ahead`
-            is negative, or `begin` is neither of the two.
+    Raises UsageError if the plan is for another step, has a compressed home, of which the tensor engine has none,
+    `ahead` is negative, or `begin` is neither of the two.
     """
 
     name = "planned"

@@ -77,8 +77,7 @@ class DeviceArena:
             when some are freed. The paper gives every array chunks of its own.
         driver: The library of the CUDA driver.
 
-    Raises:
-        NativeError: There is no driver, or no device of that number, or it has no virtual memory management.
+    Raises NativeError if there is no driver, or no device of that number, or it has no virtual memory management.
     """
 
     def __init__(

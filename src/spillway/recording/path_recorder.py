@@ -119,9 +119,8 @@ class ForwardRecorder:
         models: What runs.
         dynamism: What of it embeds a sample.
 
-    Raises:
-        UsageError: The models have no module of that name.
-        ValueError: The architecture knows a parameter of that name with another size.
+    Raises UsageError if the models have no module of that name, and ValueError if the architecture knows a parameter of
+    that name with another size.
     """
 
     def __init__(self, architecture: Architecture, models: Sequence[torch.nn.Module], dynamism: Dynamism) -> None:

@@ -151,8 +151,7 @@ class BlockSession(Session):
         traces: Whether the peak of every step is measured; otherwise of those of which something is to be learned.
         pinned: For a model on CUDA: the most host memory that is pinned for what is moved.
 
-    Raises:
-        ModelError: More than one model, or one that a block engine cannot have.
+    Raises ModelError for more than one model, or one that a block engine cannot have.
     """
 
     _planner: AbstractBlockMethod | None = None

@@ -152,9 +152,8 @@ class Paging:
             nameless: Bytes that the step has made until now.
             shut: Called where the step is lost.
 
-        Raises:
-            SessionError: A step of another session is running.
-            BudgetInfeasible: What cannot leave is more than the budget.
+        Raises SessionError if a step of another session is running, and BudgetInfeasible if what cannot leave is more
+        than the budget.
         """
         engine = self.engine
         self._calls = Calls()

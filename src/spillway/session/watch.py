@@ -492,8 +492,7 @@ class StepWatch:
             needs: Of its update.
             told: Whether that is sure. Otherwise every op of the update is watched, where that can begin here.
 
-        Raises:
-            BudgetInfeasible: What came before it took more than is allowed, or the optimizer will.
+        Raises BudgetInfeasible if what came before it took more than is allowed, or the optimizer will.
         """
         self._budget.claim(0)
         peak, level = self._budget.peak - COARSE, self._taken() - COARSE

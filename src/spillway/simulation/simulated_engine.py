@@ -115,24 +115,19 @@ def simulate(
     allocator: str = "exact", limit: Bytes | None = None, tier: Tier = "host", steps: int = 2,
     thrash: float = THRASH, escaped: Collection[StorageId] = (),
 ) -> Simulation:  # fmt: skip
-    """Run a recorded step under a budget, on paper; the figures of the last of `steps` repetitions.
+    """Run a recorded step, whose ops have seconds, under a budget in bytes, on paper (`spillway.simulate`).
 
     Arguments:
-        step: Its ops have seconds.
-        allowed: The budget in bytes; `UNLIMITED` for none.
         method: A policy; or a plan for the step, or what makes one, which `Planned` follows.
         device: How fast copies are, and what watching costs. A step that fits is not watched, unless a
             plan has something leave all the same.
-        allocator: One of `ALLOCATORS`; what device memory is taken from.
-        limit: Device memory in bytes; what does not fit ends the step as `oom`. None for no end of it.
-        tier: Where moved bytes wait, "host" or "disk".
+        limit: Device memory in bytes; what does not fit ends the step as `oom`.
         steps: A policy that looks back, as DELTA's prefetcher does, knows nothing in the first.
         thrash: Ends the step when recomputing has taken so many times its plain seconds.
         escaped: Storages whose address somebody holds: they stay.
 
-    Raises:
-        UsageError: An op has no seconds, or an argument makes no sense.
-        BudgetInfeasible: A planner has no plan for so little.
+    Raises UsageError if an op has no seconds, or an argument makes no sense, and BudgetInfeasible if a planner has no
+    plan for so little.
     """
     plain, from_host = step_seconds(step), 0
     if isinstance(method, AbstractPlanner):

@@ -243,8 +243,7 @@ def compare(
         bounds: Whether there are any.
         processes: As many as there are processors if None; with 1, this one.
 
-    Raises:
-        UsageError: An argument makes no sense.
+    Raises UsageError if an argument makes no sense.
     """
     if not plan_seconds > 0 or (processes is not None and processes < 1):
         raise UsageError(

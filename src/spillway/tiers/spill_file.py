@@ -45,8 +45,7 @@ class SpillFile:
         io: How bytes go: past the page cache only where that was asked for and the file system can.
         note: Why that is not what was asked for; empty if it is.
 
-    Raises:
-        SpillDirectoryError: It cannot be made there.
+    Raises SpillDirectoryError if it cannot be made there.
     """
 
     def __init__(self, directory: Path, io: SpillIO = "buffered") -> None:

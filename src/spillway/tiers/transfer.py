@@ -84,8 +84,7 @@ class Lanes(Protocol):
     def start_out(self, transfer: Transfer) -> None:
         """Begin to copy; where that cannot be done beside the ops, the bytes are out afterwards.
 
-        Raises:
-            SpillFullError: There is no room; nothing has changed.
+        Raises SpillFullError if there is no room; nothing has changed.
         """
 
     def sender_let_go(self) -> None:

@@ -33,8 +33,7 @@ def valid_calls(record: Sequence[ModuleCall]) -> list[bool]:
     Args:
         record: Calls in the order in which they began, so that each stands behind the one it was made in.
 
-    Raises:
-        ValueError: A call stands before the one that it was made in.
+    Raises ValueError if a call stands before the one that it was made in.
     """
     caller = [call.checkpointed for call in record]
     callee = [call.checkpointed for call in record]

@@ -185,8 +185,7 @@ def discover(model: nn.Module, forward: Callable[[], object], *, keeps: bool = T
         forward: Runs the model once, with gradients.
         keeps: As for `Watch`.
 
-    Raises:
-        NoBlocksError: The model has no blocks.
+    Raises NoBlocksError if the model has no blocks.
     """
     watch = Watch(model, keeps=keeps)
     with watch.watching():

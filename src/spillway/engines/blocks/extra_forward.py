@@ -63,9 +63,8 @@ def undone(
         modules: They are put back.
         seen: Watches the ops, for whoever wants to know what they left.
 
-    Raises:
-        CannotCopyError: It is called with something that cannot be told from the rest of the program, more can be
-            reached than is looked at, or the forward moves a generator on.
+    Raises CannotCopyError if it is called with something that cannot be told from the rest of the program, more can be
+    reached than is looked at, or the forward moves a generator on.
     """
     modes = *_get_current_dispatch_mode_stack(), *function_modes()
     reach = Reach(reach_of(modules, args, kwargs, *modes))

@@ -61,8 +61,7 @@ class Hook:
     Args:
         owner: Says whether a compiler may leave `instead` out at the moment, as between steps.
 
-    Raises:
-        TypeError: The module has no forward of its own to stand in front of.
+    Raises TypeError if the module has no forward of its own to stand in front of.
     """
 
     def __init__(self, module: nn.Module, instead: Callable[..., Any], owner: Bypassed) -> None:

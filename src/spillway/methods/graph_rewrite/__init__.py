@@ -86,8 +86,7 @@ def run_twice(step: Step, *, bits: int | None = None, keeps: Callable[[Op], bool
         bits: Of an element of what blocks are called with, which is packed; as it is if None.
         keeps: Tells ops that do not run again: their results stay.
 
-    Raises:
-        UsageError: `bits` are none of 2, 4 and 8, or nobody wrote down how autograd saved.
+    Raises UsageError if `bits` are none of 2, 4 and 8, or nobody wrote down how autograd saved.
     """
     if bits is not None:
         check_bits(bits)
