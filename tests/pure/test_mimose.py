@@ -11,21 +11,19 @@ from hypothesis import strategies as st
 
 from spillway.errors import UsageError
 from spillway.methods.actions import Action
-from spillway.methods.by_block import recomputing
-from spillway.methods.mimose import (
+from spillway.methods.by_block import (
     BlockPlan,
     BlockSample,
     Decision,
     Forecast,
     InputSize,
-    Mimose,
-    Options,
     Phase,
-    PlanCache,
-    Reading,
     StepSample,
-    simulate,
+    recomputing,
 )
+from spillway.methods.mimose import Mimose, Options, Reading
+from spillway.methods.mimose.cache import PlanCache
+from spillway.methods.mimose.peaks import simulate
 
 BLOCKS = 12
 LENGTHS = (60, 35, 141, 90, 118, 60, 77, 126, 48, 102)

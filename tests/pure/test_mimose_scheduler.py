@@ -7,8 +7,8 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spillway.methods.mimose import Reading, select
-from spillway.methods.mimose.scheduler import Excess, NothingCovers, buckets_of
+from spillway.methods.mimose import Reading
+from spillway.methods.mimose.scheduler import Excess, NothingCovers, buckets_of, select
 
 TEXT = Reading()
 LITERAL = Reading.literal()

@@ -37,10 +37,8 @@ from spillway.methods.by_block import (
 )
 from spillway.methods.mimose.cache import PlanCache
 from spillway.methods.mimose.choices import Options
-from spillway.methods.mimose.estimator import Quadratic, fit_quadratic
-from spillway.methods.mimose.peaks import Peak, simulate
 from spillway.methods.mimose.planning import PublishedPlanning, SimulatedPlanning
-from spillway.methods.mimose.scheduler import Reading, Selection, select
+from spillway.methods.mimose.scheduler import Reading
 from spillway.units import Bytes
 
 FEWEST: Final = 4
@@ -154,22 +152,4 @@ class Mimose(AbstractBlockMethod):
         return planning.forecast(size) if isinstance(planning, SimulatedPlanning) and planning.ready else None
 
 
-__all__ = [
-    "BlockPlan",
-    "BlockSample",
-    "Decision",
-    "Forecast",
-    "InputSize",
-    "Mimose",
-    "Options",
-    "Peak",
-    "Phase",
-    "PlanCache",
-    "Quadratic",
-    "Reading",
-    "Selection",
-    "StepSample",
-    "fit_quadratic",
-    "select",
-    "simulate",
-]
+__all__ = ["Mimose", "Options", "Reading"]
