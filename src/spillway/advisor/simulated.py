@@ -55,7 +55,6 @@ class Steps:
         self._alike = True
 
     def at(self, size: int) -> Step:
-        """The step of a batch."""
         if size not in self._known and self._alike and self._scaling is None:
             for one in self._sizes:
                 self._known[one] = self._known.get(one) or self._record(one)
@@ -118,7 +117,6 @@ class SimulatedBench(AbstractBench):
         return replace(done, step=timed(done.step, self.device))
 
     def gradient_bytes(self) -> Bytes:
-        """Of all gradients of a step."""
         return sum(one.nbytes for one in self._step(min(RECORDED)).storages if one.kind is Kind.GRADIENT)
 
     def _step(self, size: int) -> Step:

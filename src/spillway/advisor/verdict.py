@@ -127,7 +127,6 @@ class Row:
     sure: float | None = None
     """Probability of the verdict, as far as scatter goes."""
     warnings: tuple[str, ...] = ()
-    """Sentences."""
 
     @property
     def taken(self) -> Best | None:
@@ -536,7 +535,6 @@ class Accumulation:
     method: str
     """Which wins."""
     best: Best
-    """Its prediction."""
     plain: Best
     """That of plain training without accumulating."""
     micro: int

@@ -385,9 +385,7 @@ class Found:
     campaign: Campaign
     experiment: Experiment
     rows: Sequence[Row]
-    """Of the answer."""
     gradient_bytes: Bytes
-    """Of all parameters."""
     accumulation: Accumulation | None = None
     verified: list[Verified] = field(default_factory=list)
     verifies: bool = False

@@ -46,7 +46,6 @@ class Timed:
 
     name: str
     works: Sequence[Work]
-    """What each does."""
     seconds: Sequence[Seconds]
     """What each took, above 0."""
 
@@ -57,7 +56,6 @@ class LeftOut:
     """How ops are foretold by a fit to the other groups."""
 
     name: str
-    """Of the group."""
     by: Efficiency
     """Fitted to the others."""
     seconds: Seconds

@@ -48,7 +48,6 @@ class Settings:
         self.now = now if now is not None else lambda: tuple([get() for get in getters])
 
     def __add__(self, other: Settings) -> Settings:
-        """These and others."""
         if not other.flags:
             return self
         mine, theirs = self.now, other.now
@@ -212,7 +211,6 @@ class OpEnvironment(NamedTuple):
 
     grad: bool
     values: tuple[Any, ...]
-    """Of the settings."""
     autocast: torch.dtype | None
     """What is cast to in the ops that the op consists of."""
     settings: Settings = GENERAL
@@ -444,7 +442,6 @@ class Environment:
         return states
 
     def capture(self) -> Captured:
-        """The environment now."""
         return Captured(
             self.streams(),
             [_autocast(kind) for kind in self._types],

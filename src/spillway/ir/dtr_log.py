@@ -136,7 +136,6 @@ class Annotate(Line):
     """A remark: `START` before the first instruction, `BACKWARD` where the backward begins."""
 
     text: str
-    """The remark."""
 
 
 Instruction: TypeAlias = Constant | Call | Mutate | Copy | CopyFrom | Release | Annotate

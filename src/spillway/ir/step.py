@@ -38,9 +38,7 @@ class Value:
     """A storage at one version of its content; what ops read and create."""
 
     id: ValueId
-    """Its index."""
     storage: StorageId
-    """The storage that holds it."""
     version: int
     """0 for the storage's first content, one more for every op that writes to the storage."""
 
@@ -54,9 +52,7 @@ class StorageInfo:
     """The bytes behind one or more tensors, and when they exist."""
 
     id: StorageId
-    """Its index."""
     nbytes: Bytes
-    """Its size."""
     kind: Kind
     alive_from: int
     """First op of the half-open interval of ops during which it exists: the op that creates it."""
@@ -132,7 +128,6 @@ class Saving:
     """Once that autograd kept a value for the backward."""
 
     value: ValueId
-    """Which."""
     after: int
     """How many ops had begun."""
     module: str

@@ -41,7 +41,6 @@ class Recorded:
 
     step: Step
     workload: str
-    """What the workload is called."""
     size: int | None = None
     """The input size that the step was recorded at, in the workload's own measure; None if it has none."""
     facts: Mapping[str, Any]

@@ -108,7 +108,6 @@ class _Life:
     dies: int
     """First op at which its storage is dead; one more than the number of ops if it outlives the step."""
     reads: tuple[int, ...]
-    """The ops that read it."""
 
     @property
     def ends(self) -> int:
@@ -212,7 +211,6 @@ class _Replay:
     leaves: frozenset[ValueId]
     """What the recipe reads before any op of it has created it."""
     created: frozenset[ValueId]
-    """What the recipe creates."""
 
 
 def _replay(gap: Gap, recipe: Recompute, step: Step) -> _Replay:

@@ -232,7 +232,6 @@ class Neighbours:
         self._clock: list[Seconds] = [0.0]
 
     def forget(self) -> None:
-        """The recipes are forgotten."""
         self._values.clear()
         self._readers.clear()
         self._numbers.clear()

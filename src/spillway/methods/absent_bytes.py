@@ -233,7 +233,6 @@ class _Seconds:
         return self._sizes[self._step.values[value].storage] / UNIT
 
     def swap(self, together: Together) -> None:
-        """A share of it is swapped."""
         program, ops, nbytes = self.program, len(self._step.ops), self._nbytes(together[0].value)
         share = program.variable(cost=TIE * nbytes * UNIT / self._rate, upper=1.0)
         for one in together:
@@ -253,7 +252,6 @@ class _Seconds:
         self.recomputed[value] = self.program.variable(upper=1.0)
 
     def replay(self, value: ValueId, replay: Replay, of: Mapping[ValueId, Sequence[Interval]]) -> None:
-        """What that takes."""
         program, share, op = self.program, self.recomputed[value], self._step.ops[replay.end]
         self._drop(replay.start, replay.end, share, self._nbytes(value))
         program.add(self.replaying[min(self._at(replay.end), len(self._ops) - 1)], share, -replay.seconds)

@@ -222,9 +222,7 @@ class Problem:
     """What a planner is given."""
 
     step: Step
-    """The recorded step."""
     allowed: Bytes
-    """The budget in bytes."""
     device: Device
     """How fast copies are. The ops of `step` have seconds."""
     rehearse: Callable[[AbstractPolicy], Sequence[Absence]] | None = field(default=None, compare=False)

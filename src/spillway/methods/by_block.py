@@ -187,7 +187,6 @@ class BlockPlan:
         return self.actions[call] if call < len(self.actions) else self.otherwise
 
     def keeps(self, call: int) -> bool:
-        """Whether a call is kept."""
         return self.action(call) is Action.KEEP
 
 

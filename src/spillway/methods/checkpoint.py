@@ -64,7 +64,6 @@ class Checkpoint(AbstractBlockMethod):
         self.action_options = {**USUAL, action: ActionOptions(bits=bits, compiled=compiled, waits=waits)}
 
     def fresh(self, *, batched: bool) -> Self:
-        """Another one."""
         return type(self)(self.action, **asdict(self.action_options[self.action]))
 
     @property

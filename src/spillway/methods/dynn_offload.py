@@ -418,7 +418,6 @@ class _Schedule:
         self._present = set[StorageId]()
 
     def gaps(self) -> Iterator[Gap]:
-        """As they end."""
         yield from ()
         there = {one.id for one in self._step.storages if one.present_at_start}
         self._present = set(there)

@@ -81,7 +81,6 @@ class Parameters:
 
     @property
     def waits_in(self) -> bool:
-        """Whether it waits for copies in."""
         return self.mode in (2, 3)
 
 

@@ -98,7 +98,6 @@ class DeviceArena:
             raise NativeError(f"CUDA device {device} has no virtual addressing: {missing.decode()} is missing{told}.")
         _opened[device] = asked
         self.chunk: Bytes = self._library.spillway_device_chunk(device)
-        """Bytes of a physical chunk."""
 
     @classmethod
     def of(cls, device: int, *, driver: str = DRIVER) -> DeviceArena:

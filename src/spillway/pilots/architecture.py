@@ -35,7 +35,6 @@ class Architecture:
 
     def __init__(self, network: str, base: BaseType) -> None:
         self.network = network
-        """The name of the network."""
         self.base = base
         """What it is built of."""
         self.ops: list[PathOp] = []

@@ -102,7 +102,6 @@ class ParameterStorage:
     name: str
     """What the model calls it, `encoder.layer.0.weight`."""
     nbytes: Bytes
-    """Its size."""
 
     def __str__(self) -> str:
         return f"{self.name} ({format_bytes(self.nbytes)})"

@@ -53,7 +53,6 @@ class Standing:
     """How a pilot has done."""
 
     pilot: str
-    """Its name."""
     score: Seconds = 0.0
     """Stalls that it would have spared in a step, decayed: `DECAY`."""
     spared_seconds: Seconds = 0.0
@@ -61,7 +60,6 @@ class Standing:
     recent: float = 0.0
     """Share of steps that were as expected, decayed likewise."""
     steps: int = 0
-    """Steps that it was judged in."""
     exact: int = 0
     """Those in which all decisions were as it had expected when the step began."""
     acted: int = 0
@@ -127,7 +125,6 @@ class Referee:
         self.standings = {pilot.name: Standing(pilot=pilot.name) for pilot in pilots}
         """By name, the floor in front."""
         self.record = Record()
-        """Of all steps."""
         self._version = -1
         self._copying: list[Seconds] = []
 

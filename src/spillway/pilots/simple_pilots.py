@@ -79,7 +79,6 @@ class LastOfSize(AbstractPilot):
         return Foresight.of(self.program, self._by_size.get(sample.sizes, self._last))
 
     def learn(self, sample: Sample) -> None:
-        """Remember it for its sizes."""
         self.program.follow()
         self._last = self._by_size[sample.sizes] = sample.path
         self._by_size.move_to_end(sample.sizes)

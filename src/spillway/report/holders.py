@@ -36,7 +36,6 @@ class Holder:
 
     @property
     def told(self) -> str:
-        """In one line."""
         made = " ".join(part for part in (self.op, self.line and f"at {self.line}") if part)
         return f"{format_bytes(self.nbytes)} {self.kind} of {self.module}{f': {made}' if made else ''}"
 
@@ -51,7 +50,6 @@ class AtPeak:
     name: str
     """The op's name; empty where nobody noted it."""
     nbytes: Bytes
-    """All together."""
     by_module: list[Holder]
     """From the largest."""
     by_origin: list[Holder]

@@ -53,7 +53,6 @@ class LiveView:
         self._stale = False
 
     def update(self, report: StepReport) -> None:
-        """Show this step."""
         self._steps.append(report)
         self._stale = True
         if time.monotonic() - self._drawn >= REDRAW:
@@ -103,7 +102,6 @@ class LiveLine:
         self._drawn = -REFRESH
 
     def update(self, report: StepReport) -> None:
-        """Show this step."""
         self._latest = report
         now = time.monotonic()
         if self._console.is_terminal and now - self._drawn >= REFRESH:

@@ -55,7 +55,6 @@ class AutoSession:
 
     @property
     def budget(self) -> Bytes | None:
-        """See `Session.budget`."""
         return self._now.budget
 
     @budget.setter
@@ -75,11 +74,9 @@ class AutoSession:
         return getattr(self._now, name)
 
     def step(self, batch: Any = None) -> AbstractContextManager[Session]:
-        """See `Session.step`."""
         return self._for(batch).step(batch)
 
     def begin(self, batch: Any = None) -> None:
-        """See `Session.begin`."""
         self._for(batch).begin(batch)
 
     def __enter__(self) -> Self:

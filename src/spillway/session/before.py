@@ -134,7 +134,6 @@ class Before:
         return f"The buffer {lost[0]!r} could not be put back: there is no copy of it." if lost else ""
 
     def _restore(self, location: _Location) -> bool:
-        """Whether the buffer is as it was."""
         key, buffer, storage = location.storage._cdata, location.buffer, location.storage
         if key in self._constant:
             fine = torch.equal(fingerprint(bytes_over(storage), {}), self._constant[key][2])

@@ -297,7 +297,6 @@ class BlockSession(Session):
 
     @property
     def explanation(self) -> tuple[str, ...]:
-        """See `Session.explanation`."""
         if self._engine is None or self._planner is None:
             return ()
         told = self._planner.explained([report.block for report in self._engine.reports])

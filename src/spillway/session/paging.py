@@ -69,7 +69,6 @@ class Paging:
         self._base_rss = base_rss
         self._sizes: dict[Like, _Left] = {}
         self._back: dict[Like, _Left] = {}
-        """Those that have come back."""
         self._calls = Calls()
         self._running = False
         self._nameless: Bytes = 0

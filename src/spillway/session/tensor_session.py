@@ -94,7 +94,6 @@ class TensorSession(Session):
 
     @property
     def foresight(self) -> dict[str, Any] | None:
-        """See `Session.foresight`."""
         return self._plans.told() if isinstance(self._plans, ForeseenSteps) else None
 
     def _call_began(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -81,7 +81,6 @@ class Sheet:
         self.read_until: Seconds = 0.0  # by copies out
 
     def leave(self) -> None:
-        """Free the bytes."""
         token, self.token = self.token, None
         self._allocator.free(token)
 
@@ -143,7 +142,6 @@ class Lanes:
 
     @property
     def measured(self) -> bool:
-        """Whether there were any."""
         return self._bytes_moved > 0
 
 

@@ -88,7 +88,6 @@ class Simulation:
     hidden_seconds: Seconds
     """Of the time that copies took, the part in which compute did not wait."""
     dropped_bytes: Bytes
-    """Bytes dropped, to be recomputed."""
     bytes_out_beside: Bytes
     """Of the bytes out, those whose copy began while ops ran."""
     bytes_in_beside: Bytes
@@ -96,9 +95,7 @@ class Simulation:
     end_bytes: Bytes
     """Bytes resident when the step ended."""
     drops: int
-    """Storages dropped."""
     moves: int
-    """Storages moved."""
     refusals: dict[str, int]
     """Proposals that were refused, by reason."""
     remark: str = ""

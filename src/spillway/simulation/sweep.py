@@ -43,7 +43,6 @@ class SweepProblem:
 
     step: Step
     workload: str
-    """What it is the step of."""
     device: Device
     """How fast copies are, and ops unless they were measured."""
     costs: str
@@ -80,7 +79,6 @@ class Row:
     overhead: float | None = None
     """Seconds over those of the plain step."""
     seconds: Seconds | None = None
-    """Of the step."""
     peak_bytes: Bytes | None = None
     """Most bytes resident at once, by account."""
     bytes_out: Bytes | None = None

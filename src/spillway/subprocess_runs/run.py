@@ -53,7 +53,6 @@ class StepDone:
     seconds: Seconds
     """Wall-clock time of the step, with what the session does around it."""
     loss: float
-    """The step's loss."""
     report: StepReport | None
     """What the session measured; None in a plain run."""
 
@@ -79,7 +78,6 @@ class RunResult:
 
     @property
     def seconds(self) -> list[Seconds]:
-        """Of every step."""
         return [step.seconds for step in self.steps]
 
 
@@ -89,7 +87,6 @@ class Listener:
     """Who hears of a run while it runs."""
 
     step: Callable[[StepDone], None]
-    """Called after every step."""
     output: Callable[[str], None]
     """Called, from another thread, with every line that the process prints."""
 

@@ -67,7 +67,6 @@ class Hole:
 
     @property
     def nbytes(self) -> Bytes:
-        """Its size."""
         return self.end - self.offset
 
 
@@ -180,7 +179,6 @@ class HostPool:
 
     @property
     def pinned(self) -> Bytes:
-        """Bytes that are pinned now."""
         return sum(slab.extents.nbytes for slab in self._slabs)
 
     @property

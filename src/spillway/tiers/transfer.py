@@ -312,7 +312,6 @@ class Store:
         self._reap()
 
     def begin_step(self) -> None:
-        """A forward begins."""
         self._reap()
         self._lanes.begin_step()
         self._before = self.bytes_out, self.bytes_in
@@ -396,7 +395,6 @@ class DiskLanes:
         """What is out and its sender may hold: a weak reference, its address and bytes."""
 
     def takes(self, tensor: torch.Tensor) -> bool:
-        """Tensors on the CPU."""
         return tensor.device.type == "cpu"
 
     def start_out(self, transfer: Transfer) -> None:
@@ -583,7 +581,6 @@ class HostLanes:
         self._unwanted: list[_Arrival] = []
 
     def takes(self, tensor: torch.Tensor) -> bool:
-        """Tensors on the device."""
         return tensor.device == self.streams.device
 
     def start_out(self, transfer: Transfer) -> None:

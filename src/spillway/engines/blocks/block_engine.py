@@ -591,7 +591,6 @@ class BlockEngine:
         self._reports[-1].kept_because = _CHECKPOINTED
 
     def _begun(self, block: Block) -> CallReport:
-        """Of the next call of a block."""
         call, block.calls = block.calls, block.calls + 1
         if callable(self.actions):
             action = self.actions(block.name, call)

@@ -39,7 +39,6 @@ class CompiledHook:
         return vars(self.module).get(_NAME) is not self._mine
 
     def install(self) -> None:
-        """Stand there."""
         vars(self.module)[_NAME] = self._mine
 
     def remove(self) -> None:

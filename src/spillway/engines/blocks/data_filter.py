@@ -17,7 +17,6 @@ class ModuleCall:
     """One forward of a block while blocks are measured."""
 
     name: str
-    """Of the block."""
     inside: int | None
     """The forward that called it, by its place in the record; None at the top."""
     checkpointed: bool

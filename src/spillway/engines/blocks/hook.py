@@ -96,7 +96,6 @@ class Hook:
         raise AttributeError(name)
 
     def install(self) -> None:
-        """Stand there."""
         vars(self.module)[_NAME] = self
 
     def remove(self) -> None:

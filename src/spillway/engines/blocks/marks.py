@@ -184,15 +184,12 @@ class _Refusing:
         raise CannotCopyError(f"{self._what}, which it moves on, cannot be put back")
 
     def send(self, value: Any) -> Any:
-        """As a generator has it."""
         next(self)
 
     def throw(self, *_: Any) -> Any:
-        """As a generator has it."""
         next(self)
 
     def close(self) -> None:
-        """As a generator has it."""
         next(self)
 
 

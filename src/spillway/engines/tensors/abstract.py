@@ -166,7 +166,6 @@ class AbstractBackend(ABC):
     device: torch.device
     """The usual one of them."""
     machine: TensorMachine
-    """Moves the bytes."""
     log: TransferLog
     """Copies that a tier made, and what waited for them; where the device keeps account of that, empty until the step
     ends."""

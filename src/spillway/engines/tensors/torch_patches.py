@@ -90,7 +90,6 @@ class WhileOpen:
         weakref.finalize(engine, self._uninstall_after_the_last).atexit = False
 
     def remove(self, engine: AbstractTensorEngine) -> None:
-        """It is closed."""
         with self._lock:
             self.engines.discard(engine)
             self._uninstall_after_the_last()

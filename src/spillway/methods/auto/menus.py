@@ -47,7 +47,6 @@ class _Shares:
         self._least: dict[int, float] = {}
 
     def take(self, block: int, share: float) -> None:
-        """A sample."""
         self._least[block] = min(share, self._least.get(block, share))
 
     def of(self, blocks: Iterable[int], unknown: float) -> float:

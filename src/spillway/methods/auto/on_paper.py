@@ -239,7 +239,6 @@ class Choices:
     # ------------------------------------------------------------------ what is faster
 
     def seconds(self, choice: Chosen) -> Seconds:
-        """Of the step."""
         return self.seconds_of(self.gaps(choice))
 
     def seconds_of(self, gaps: Iterable[Gap]) -> Seconds:

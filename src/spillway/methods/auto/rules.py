@@ -32,7 +32,6 @@ class Rule:
 
     @property
     def sentence(self) -> str:
-        """The rule, for people."""
         hidden = (
             "every block's copies hide behind compute"
             if self.phi >= 1

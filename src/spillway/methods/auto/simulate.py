@@ -102,7 +102,6 @@ class Clock:
         return self._run(rows, below)[0]
 
     def outcome(self, choice: Sequence[int]) -> Outcome:
-        """All of what a choice comes to."""
         rows = self.picked(choice)
         seconds, room_stall, data_stall, peak = self._run(rows, inf)
         fits = seconds < inf

@@ -108,7 +108,6 @@ class Draft:
         return np.maximum(self._during, replaying)
 
     def gaps(self) -> tuple[Gap, ...]:
-        """The gaps of the plan."""
         found = [gap for replays in self._replays.values() for gap in replays.gaps]
         for number, end in self.ends.items():
             one = self.idle[number]

@@ -25,13 +25,11 @@ class Datum:
     """What is kept or freed as one."""
 
     maker: int
-    """The node that makes it."""
     readers: tuple[int, ...]
     """The nodes after it that read it."""
     storages: tuple[StorageId, ...]
     """What it consists of."""
     nbytes: Bytes
-    """Their bytes."""
 
 
 @final
@@ -43,13 +41,10 @@ class Node:
     end: int
     """One more than the last."""
     seconds: Seconds
-    """What they take."""
     seconds_again: Seconds
     """What those of them take that make its data: they alone run again."""
     reads: tuple[int, ...]
-    """Data that it reads."""
     makes: tuple[int, ...]
-    """Data that it makes."""
     running: Bytes
     """The most bytes beside all data while it runs in its turn: temporaries of its own, and what is a given."""
     again: Bytes

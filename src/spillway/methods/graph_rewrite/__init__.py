@@ -45,7 +45,6 @@ class GraphRewrite:
     """A step with a method in it."""
 
     step: Step
-    """What it does."""
     waiting: tuple[ValueId, ...]
     """What waits for the backward in place of what blocks save: packed storages, inputs of blocks, results of ops that
     do not run again. Methods that swap besides move these."""

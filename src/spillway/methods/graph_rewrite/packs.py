@@ -22,7 +22,6 @@ class PackedStorage:
     """A storage that waits in fewer bytes."""
 
     storage: StorageId
-    """Of the step."""
     value: ValueId
     form_storage: StorageId
     """Of the draft: where the packed form is."""

@@ -27,7 +27,6 @@ class Call:
     name: str
     """Of its module; empty for the whole forward."""
     ops: tuple[int, ...]
-    """That ran in it."""
 
     @property
     def end(self) -> int:

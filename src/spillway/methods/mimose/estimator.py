@@ -108,7 +108,6 @@ class Quadratics:
         self._batched = fits[0].batched
 
     def at(self, size: InputSize) -> list[float]:
-        """The value of each."""
         features = numpy.array(monomials(size, self._degree, batched=self._batched), dtype=float)
         values: list[float] = numpy.maximum(self._coefficients @ features, 0.0).tolist()
         return values

@@ -41,7 +41,6 @@ class Measured:
     step: StepSample
     """Of the forward and backward."""
     blocks: tuple[BlockSample, ...]
-    """Of every call of a block."""
 
 
 def measured(
