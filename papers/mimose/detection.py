@@ -15,7 +15,8 @@ from typing import Any, Final, final
 from benchmarks import columns
 from benchmarks.record import Benchmark, Check, Result, Row, Tell, frozen
 from papers import SHARED, table
-from spillway.methods.mimose import BlockSample, InputSize, Options, StepSample
+from spillway.methods.by_block import BlockSample, InputSize, StepSample
+from spillway.methods.mimose import Options
 from spillway.methods.mimose.planning import SimulatedPlanning
 from spillway.units import Bytes, GiB, MiB, format_bytes
 

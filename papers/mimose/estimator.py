@@ -16,7 +16,8 @@ import numpy
 from benchmarks import columns
 from benchmarks.record import Benchmark, Check, Result, Row, Tell, frozen
 from papers.mimose.lab import Taken, blocks_at, build, counted_at
-from spillway.methods.mimose import BlockSample, Options, StepSample
+from spillway.methods.by_block import BlockSample, StepSample
+from spillway.methods.mimose import Options
 from spillway.methods.mimose.planning import AbstractPlanning, PublishedPlanning, SimulatedPlanning
 from spillway.units import Bytes, Seconds
 

@@ -20,7 +20,9 @@ from benchmarks.timing import Clock, median_ratio
 from papers.mimose.lab import build
 from spillway.engines.blocks.trace import AllocationTrace
 from spillway.methods.actions import Action
-from spillway.methods.mimose import BlockPlan, BlockSample, Forecast, InputSize, Mimose, Options, StepSample, simulate
+from spillway.methods.by_block import BlockPlan, BlockSample, Forecast, InputSize, StepSample
+from spillway.methods.mimose import Mimose, Options
+from spillway.methods.mimose.peaks import simulate
 from spillway.units import Bytes, MiB, Seconds
 from spillway.workloads import get
 

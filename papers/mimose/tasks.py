@@ -19,7 +19,8 @@ from spillway.costs import device_named
 from spillway.errors import PlanRejected
 from spillway.ir import verify
 from spillway.methods import DTR as DTRPolicy
-from spillway.methods.mimose import InputSize, Options
+from spillway.methods.by_block import InputSize
+from spillway.methods.mimose import Options
 from spillway.methods.mimose.choices import HALF_GB
 from spillway.units import Bytes
 

@@ -26,7 +26,8 @@ from spillway.ir.account import account
 from spillway.ir.block_calls import BlockCall, block_calls
 from spillway.ir.lives import Life, lives_of
 from spillway.methods import DTR
-from spillway.methods.mimose import Mimose, Options, Phase
+from spillway.methods.by_block import Phase
+from spillway.methods.mimose import Mimose, Options
 from spillway.methods.mimose.planner import Measured, gaps_of, measured, revoked
 from spillway.recording import record
 from spillway.simulation.simulated_engine import Simulation, simulate

@@ -213,7 +213,7 @@ def on_the_engine(seed: int) -> Verdict:
         with tempfile.TemporaryDirectory() as spill:
             engine = BlockEngine(
                 case.model, case.blocks, actions=lambda block, call: draw.choice(LOSSLESS), spill_directory=spill,
-                generators=case.generators, check=draw.choice(["shapes", "values"]),
+                generators=case.generators,
             )  # fmt: skip
             seams = Seams(engine, draw, verdict.counts)
             with engine, seams.opened(case):

@@ -66,7 +66,8 @@ def test_what_the_backward_wants_next_is_read_before_it_wants_it(
 
 
 def test_a_part_of_a_block_is_read_ahead_where_all_of_it_is_too_much(tmp_path: Path) -> None:
-    model, engine = engine_of(sines, Action.OFFLOAD, count=2, spill_directory=tmp_path, read_ahead=2 * FLOATS)
+    model, engine = engine_of(sines, Action.OFFLOAD, count=2, spill_directory=tmp_path)
+    engine.read_ahead = 2 * FLOATS
     seen: list[list[int]] = []
     looked_at(model, engine, seen).backward()
     assert seen == [[2 * FLOATS, 0], [0, 0]]
@@ -95,7 +96,8 @@ def held(monkeypatch: pytest.MonkeyPatch, name: str) -> Iterator[threading.Event
 def test_what_is_still_leaving_is_resident_and_used_where_it_is(
     action: Action, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, engine = engine_of(sines, action, count=2, spill_directory=tmp_path, write_behind=1 << 30)
+    model, engine = engine_of(sines, action, count=2, spill_directory=tmp_path)
+    engine.write_behind = 1 << 30
     plain = gradients(model, model(batch()).square().sum())
     engine.settle()  # a copy of that step may still be under way
     with held(monkeypatch, "write") as gate:
@@ -137,7 +139,8 @@ def test_each_storage_is_freed_when_its_own_copy_is_done(tmp_path: Path, monkeyp
 def test_no_more_than_was_allowed_is_leaving_when_a_block_has_ended(
     write_behind: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, engine = engine_of(sines, Action.OFFLOAD, count=2, spill_directory=tmp_path, write_behind=write_behind)
+    model, engine = engine_of(sines, Action.OFFLOAD, count=2, spill_directory=tmp_path)
+    engine.write_behind = write_behind
     hidden = model.embed(batch())
     with held(monkeypatch, "write") as gate:
         if write_behind == 0:

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy
 import pytest
@@ -83,7 +83,6 @@ def under(
     reports: list[CallReport],
     *,
     revoked: bool = False,
-    check: Literal["shapes", "values"] = "shapes",
 ) -> Callable[[Case], Any]:
     @contextmanager
     def around(case: Case) -> Iterator[Watched]:
@@ -93,7 +92,6 @@ def under(
             actions=action,
             generators=case.generators,
             spill_directory=spill,
-            check=check,
         ) as engine:
             watched = Watched(engine, revoked=revoked)
             yield watched

@@ -21,7 +21,6 @@ from spillway.engines.blocks.block_engine import BlockEngine
 from spillway.errors import UsageError
 from spillway.ir import Op, Phase, Plan, Recorded, Step, read_step, verify, write_step
 from spillway.ir.account import account
-from spillway.ir.block_calls import block_names
 from spillway.ir.lives import lives_of
 from spillway.memory.budget import UNLIMITED
 from spillway.methods import METHODS, AbstractPlanner, Problem, Swap
@@ -30,6 +29,7 @@ from spillway.methods.checkpoint import CheckpointPlanner
 from spillway.methods.graph_rewrite import PACK, UNPACK, compressed, run_twice
 from spillway.recording import record, record_step
 from spillway.workloads import get
+from tests.pure.block_steps import block_names
 
 V100 = device_named("v100-pcie")
 

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from spillway.ir import Kind, Phase, Step
+from spillway.ir.block_calls import _Modules
+from spillway.ir.lives import lives_of
 from tests.pure.training_steps import Recorder
 
 UNIT = 1 << 20
@@ -89,3 +91,8 @@ def blocks_step(
     recorder.modules.append("")
     recorder.op("adam_", Phase.OPTIMIZER, [weights, *gradients], [], writes=(weights,))
     return recorder.finished()
+
+
+def block_names(step: Step) -> list[str]:
+    """Names of the modules that are blocks, in order of their first op."""
+    return list(_Modules(step, lives_of(step)).blocks(""))

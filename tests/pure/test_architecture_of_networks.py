@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spillway.pilots.architecture import Architecture, control_statements
-from spillway.pilots.paths import BaseType, OpSignature, ParameterStorage, PathOp, ResolvedPath, Sample, Site
+from spillway.pilots.paths import BaseType, OpSignature, ParameterStorage, PathOp, ResolvedPath, Site
 
 
 def architecture(ops: int = 8) -> Architecture:
@@ -75,20 +75,6 @@ def test_every_op_that_ran_stands_once_in_the_order_of_the_program(runs: list[li
     for keys in runs:
         path(known, keys)
     assert sorted(known.in_order()) == sorted({key for keys in runs for key in keys})
-
-
-def test_the_matrix_has_a_row_an_op_and_zeros_where_paths_part() -> None:
-    known = architecture()
-    samples = [
-        Sample(
-            step=step, sizes=(1.0,), embedding=np.zeros(2, np.float32), base=BaseType.LSTM, path=path(known, keys),
-            signatures=np.array(keys, np.int32),
-        )
-        for step, keys in enumerate(([0, 1, 2], [0, 2]))
-    ]  # fmt: skip
-    matrix = known.matrix(samples)
-    mm = [1, 0, 0, 1, 1, 0]
-    assert matrix.tolist() == [[*mm, 0, 2, 0], [0] * 9, [*mm, 1, 2, 0], [*mm, 2, 2, 0]]
 
 
 def test_it_prints_its_parts_and_the_statements_that_decide() -> None:

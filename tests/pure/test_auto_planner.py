@@ -59,7 +59,6 @@ def test_a_plan_fits_where_anything_does_and_is_faster_than_what_is_simple(probl
     if fitting:
         simple = [simulate(problem, alike(problem, action)).seconds for action in Action]
         assert planned.outcome.seconds <= min(simple)
-        assert plan(problem, start=fitting[0]).outcome.seconds <= simulate(problem, fitting[0]).seconds
 
 
 @settings(max_examples=120, deadline=None)
@@ -113,11 +112,11 @@ def test_what_the_host_has_no_room_for_is_recomputed() -> None:
         )
 
 
-def test_more_effort_from_a_plan_is_never_slower() -> None:
+def test_more_effort_is_no_slower() -> None:
     first = plan(BERT)
-    polished = plan(BERT, effort=Effort.POLISH, start=first.choice)
+    polished = plan(BERT, effort=Effort.POLISH)
     assert polished.outcome.seconds <= first.outcome.seconds
-    assert plan(BERT, effort=Effort.POLISH, start=first.choice) == polished
+    assert plan(BERT, effort=Effort.POLISH) == polished
 
 
 def test_the_same_problem_has_the_same_plan_in_every_process() -> None:

@@ -108,9 +108,7 @@ def test_searched_blocks_fit_and_are_no_slower_than_filled_ones(data: st.DataObj
     assert kept.seconds <= filled.seconds
 
 
-@pytest.mark.parametrize(
-    "planner", [DynnOffloadPlanner(), DynnOffloadPlanner.as_published(), DynnOffloadPlanner(double_buffer=True)]
-)
+@pytest.mark.parametrize("planner", [DynnOffloadPlanner(), DynnOffloadPlanner.as_published()])
 @pytest.mark.parametrize("share", [0.5, 0.7, 0.9, 1.0])
 def test_plans_verify_run_and_keep_the_budget(planner: DynnOffloadPlanner, share: float) -> None:
     step = step_of()

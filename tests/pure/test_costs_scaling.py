@@ -124,7 +124,7 @@ BERT = (lambda x: 3072 * x, lambda x: 48 * x**2, lambda x: 3072)
 def test_a_step_at_a_size_never_seen_is_the_step_that_would_have_been_recorded(size: int) -> None:
     scaling = fit_scaling(steps(SIZES, *BERT))
     assert scaling.step_at(size) == step(size, BERT)
-    assert (scaling.inexact, scaling.unchecked, scaling.doubtful(size)) == ((), (), ())
+    assert (scaling.inexact, scaling.doubtful(size)) == ((), ())
 
 
 def test_the_recorded_steps_come_back_as_they_were() -> None:
@@ -137,7 +137,7 @@ def test_the_recorded_steps_come_back_as_they_were() -> None:
 def test_a_storage_without_a_law_is_named_and_stays_near() -> None:
     crooked = dict(zip(SIZES, (3001, 4803, 6999, 10104, 14702, 20001), strict=True))
     scaling = fit_scaling(steps(SIZES, BERT[0], lambda x: crooked.get(x, 0)))
-    assert scaling.inexact == scaling.unchecked == (2,)
+    assert scaling.inexact == (2,)
     assert scaling.doubtful(64) == (2,)
     assert scaling.step_at(120).storages[2].nbytes == pytest.approx(12_000, rel=0.01)
 

@@ -29,7 +29,7 @@ def case(seed: int) -> tuple[Step, Plan]:
     """A random step and a plan for it: recomputation, swapping, offload, or the first together with the last."""
     step = training_step(seed, layers=4 + seed % 5)
     problem = Problem(step=step, allowed=PLENTY, device=device_named("a100"))
-    recomputed = SqrtN.greedy(segment_bytes=2 * step.plain_peak() // 9).plan(problem).gaps
+    recomputed = SqrtN.greedy().plan(problem).gaps
     offloaded = ZeroOffload().plan(problem).gaps
     swapped = Swap(smallest=0).plan(problem).gaps
     return step, plan_of(step, [(*recomputed, *offloaded), recomputed, swapped][seed % 3])

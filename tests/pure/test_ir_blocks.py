@@ -10,11 +10,11 @@ from spillway.costs import device_named
 from spillway.errors import PlanRejected
 from spillway.ir import Gap, Kind, Plan, Recompute, Step, verify
 from spillway.ir.account import account
-from spillway.ir.block_calls import BlockCall, block_calls, block_names
+from spillway.ir.block_calls import BlockCall, block_calls
 from spillway.ir.lives import lives_of
 from spillway.ir.verify import Rule
 from spillway.simulation.simulated_engine import simulate
-from tests.pure.block_steps import FORWARD, UNIT, Named, backward, block, blocks_step
+from tests.pure.block_steps import FORWARD, UNIT, Named, backward, block, block_names, blocks_step
 from tests.pure.recorded import layers
 
 DEVICE = device_named("a100")

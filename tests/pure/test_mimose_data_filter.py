@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spillway.methods.mimose.data_filter import ModuleCall, valid_calls
+from spillway.engines.blocks.data_filter import ModuleCall, valid_calls
 
 
 def call(name: str, inside: int | None = None, *, checkpointed: bool = False) -> ModuleCall:

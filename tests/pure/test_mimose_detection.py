@@ -12,7 +12,7 @@ import csv
 import pytest
 
 from papers.mimose.detection import floor, learned
-from spillway.methods.mimose import BlockSample, InputSize, StepSample
+from spillway.methods.by_block import BlockSample, InputSize, StepSample
 from spillway.units import Bytes, GiB, MiB
 from tests.shared import shared
 

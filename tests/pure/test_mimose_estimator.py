@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spillway.methods.by_block import InputSize
-from spillway.methods.mimose.estimator import Estimate, FitCheck, Laws, Quadratics, at_most, fit_quadratic
+from spillway.methods.mimose.estimator import Estimate, Laws, Quadratics, at_most, fit_quadratic
 from spillway.methods.mimose.exact import exact_polynomial, monomials
 
 LENGTHS = (35, 48, 61, 77, 90, 102, 118, 126, 133, 141)
@@ -58,23 +58,6 @@ def test_a_fit_without_samples_is_refused() -> None:
         fit_quadratic([])
     with pytest.raises(ValueError, match="not of \\[1, 2\\]"):
         fit_quadratic([((1,), 1.0), ((1, 2), 1.0)])
-
-
-@pytest.mark.parametrize(
-    ("relative", "absolute", "passes"),
-    [(0.09, 9e9, True), (0.10, 9e9, False), (5.0, 9_999_999, True), (0.10, 1e7, False)],
-)
-def test_the_fit_check_asks_for_ten_percent_or_ten_million_bytes(
-    relative: float, absolute: float, passes: bool
-) -> None:
-    assert FitCheck(relative=relative, absolute=absolute).passes == passes
-
-
-def test_the_fit_check_takes_shares_of_1024_bytes_at_least() -> None:
-    fit = fit_quadratic([((1,), 0.0)])
-    check = fit.check([((1,), 512.0), ((2,), 4096.0)])
-    assert (check.relative, check.absolute) == (1.0, 4096.0)
-    assert fit.check([((1,), 512.0)]).relative == 0.5
 
 
 def test_several_quadratics_are_evaluated_at_once_whatever_their_degrees() -> None:

@@ -17,10 +17,11 @@ from spillway.ir.account import account
 from spillway.ir.block_calls import block_calls
 from spillway.ir.lives import lives_of
 from spillway.methods.base import AbstractPlanner, Problem
+from spillway.methods.by_block import Forecast
 from spillway.methods.checkpoint import CheckpointPlanner
-from spillway.methods.mimose import Forecast, Mimose, Options, Reading
-from spillway.methods.mimose import simulate as peak_of
+from spillway.methods.mimose import Mimose, Options, Reading
 from spillway.methods.mimose.peaks import outside
+from spillway.methods.mimose.peaks import simulate as peak_of
 from spillway.methods.mimose.planner import Measured, MimosePlanner, gaps_of, measured, revoked
 from spillway.simulation.simulated_engine import simulate
 from tests.pure.block_steps import UNIT, blocks_step

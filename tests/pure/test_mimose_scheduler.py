@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
 from dataclasses import replace
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spillway.methods.mimose import Reading, select
-from spillway.methods.mimose.scheduler import Excess, NothingCovers, buckets_of
+from spillway.methods.mimose import Reading
+from spillway.methods.mimose.scheduler import Excess, NothingCovers, buckets_of, select
 
 TEXT = Reading()
 LITERAL = Reading.literal()
@@ -89,33 +86,6 @@ def test_where_the_listing_loops_for_ever_every_block_is_chosen_and_the_rest_is_
     assert sorted(selection.blocks) == [0, 1, 2, 3, 4]
     assert selection.uncovered == 400 - sum(UNEVEN)
     assert select((), 7).uncovered == 7
-
-
-def test_the_recorded_order_decides_which_is_earlier() -> None:
-    assert select((50, 50, 50), 60, order=(2, 0, 1)).blocks == (1, 2)
-
-
-def order_by_last_number(names: Sequence[str]) -> list[int]:
-    """The order of the public code: the integer after the last `-` of a module's id, such as "0-2-11".
-
-    It does not tell an encoder's blocks from a decoder's; Spillway goes by the order in which forwards ran.
-
-    Raises:
-        ValueError: A name does not end in a number.
-    """
-    found = [re.search(r"(\d+)$", name) for name in names]
-    if None in found:
-        raise ValueError(f"{names[found.index(None)]!r} does not end in a number.")
-    return [int(match[1]) for match in found if match is not None]
-
-
-def test_the_order_of_the_public_code_mixes_a_decoder_with_its_encoder() -> None:
-    names = ("0-1-0", "0-1-1", "0-2-0", "0-2-1")
-    assert order_by_last_number(names) == [0, 1, 0, 1]
-    by_name = select((50,) * 4, 100, order=order_by_last_number(names)).blocks
-    assert (by_name, select((50,) * 4, 100).blocks) == ((0, 2), (0, 1))
-    with pytest.raises(ValueError, match="'0-x' does not end in a number"):
-        order_by_last_number(["0-1", "0-x"])
 
 
 def test_a_stack_of_equal_blocks_is_recomputed_from_its_front() -> None:

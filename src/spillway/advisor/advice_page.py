@@ -49,7 +49,6 @@ def advice_page(
 
     Arguments:
         answers: The rows of each experiment, as `verdict.advise` gives them.
-        title: What was asked about.
         facts: What stands at the top, by name.
         kinds: Bytes at the peak by what they are, by method and batch size; of a single experiment. May be empty.
         sweeps: Those over devices stand with the experiment that they are of, the others at the end. May be empty.

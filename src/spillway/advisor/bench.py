@@ -35,7 +35,6 @@ class Trial:
 
     @property
     def ran_out(self) -> bool:
-        """Whether memory ran out."""
         return self.peak is None
 
     @property

@@ -96,18 +96,15 @@ class Campaign:
     """The trials of several methods of one workload, kept while they come.
 
     Arguments:
-        bench: Measures.
         methods: Names, in the order in which they are measured.
         limit: Bytes that a step may take; a trial that took more has run out of memory.
         batches: The sizes to measure; if left out they are chosen (NOTE [Sizes]).
-        points: How many sizes on the line of memory are wanted.
         longest: No size is measured whose step is expected to take longer.
-        clock: Seconds now, for what remains.
     """
 
     def __init__(
         self, bench: AbstractBench, methods: Sequence[str], limit: Bytes, *, batches: Sequence[int] = (),
-        points: int = POINTS, longest: Seconds = inf, clock: Clock = time.monotonic,
+        longest: Seconds = inf, clock: Clock = time.monotonic,
     ) -> None:  # fmt: skip
         self.bench = bench
         self.methods = tuple(methods)
@@ -121,7 +118,6 @@ class Campaign:
         self.refused: dict[str, dict[int, SpillwayError]] = {method: {} for method in methods}
         """Sizes at which a step failed, but not for want of memory."""
         self._batches = sorted(set(batches))
-        self._points = points
         self._longest = longest
         self._clock = clock
         self._began: dict[str, Seconds] = {}
@@ -222,11 +218,11 @@ class Campaign:
                 samples.seconds[size] = trial.seconds
         return samples
 
-    def experiment(self, *, layers: str = "", hidden: str = "", precision: str = "") -> Experiment:
+    def experiment(self, *, layers: str = "", hidden: str = "") -> Experiment:
         """What was measured so far, of every method of the campaign of which a trial is there."""
         methods = {method: self.samples(method) for method in self.methods if self.trials[method]}
         return Experiment(
-            hardware=self.bench.hardware, network=self.bench.name, layers=layers, hidden=hidden, precision=precision,
+            hardware=self.bench.hardware, network=self.bench.name, layers=layers, hidden=hidden, precision="",
             source="", methods=methods, spread=self.bench.spread,
         )  # fmt: skip
 
@@ -274,7 +270,7 @@ class Campaign:
         peaks = self._peaks(method)
         # Where no three of the largest are on one line, the last line may have begun between the last two.
         sizes = steady(peaks) if on_line(peaks) else sorted(peaks)[-FEWEST:]
-        if len(sizes) >= self._points or len(sizes) < FEWEST:
+        if len(sizes) >= POINTS or len(sizes) < FEWEST:
             return None
         gaps = [
             (high - low, high, (low + high) // 2) for low, high in pairwise(sizes)

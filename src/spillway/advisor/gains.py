@@ -162,11 +162,7 @@ def crossing(pairs: Sequence[tuple[float, float]]) -> Crossover | None:
 
 def sweeps_of(answers: Sequence[Sequence[Row]]) -> list[Sweep]:
     """Sweeps over depth and over width that experiments make which differ in that alone; those without any gain are
-    left out.
-
-    Arguments:
-        answers: The rows of each experiment.
-    """
+    left out."""
     groups: dict[tuple[str, ...], dict[float, Sequence[Row]]] = {}
     for rows in filter(None, answers):
         there = rows[0].experiment

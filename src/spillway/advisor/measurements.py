@@ -279,14 +279,9 @@ def _number(path: Path, line: int, name: str, text: str) -> float | None:
 def write_measurements(
     path: Path, experiments: Sequence[Experiment], every_peak: Sequence[Mapping[str, Mapping[int, Bytes]]]
 ) -> None:
-    """Write experiments as `read_measurements` reads them, so that the same answers follow.
-
-    Arguments:
-        every_peak: Of each experiment, every method and size, those that memory is not fitted to as well; they get a
-            column of their own, `peak_off_line_mb`.
-
-    Raises OSError where the system does.
-    """
+    """Write experiments as `read_measurements` reads them, so that the same answers follow. `every_peak` has, of each
+    experiment, every method and size, those that memory is not fitted to as well: they get a column of their own,
+    `peak_off_line_mb`. Raises OSError where the system does."""
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow((*NEEDED, "batch_time_s", "ips", "peak_off_line_mb", "layer_num", "hidden_size"))

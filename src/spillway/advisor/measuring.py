@@ -228,7 +228,6 @@ class _Steps:
         self._device = device_of([workload.model])
 
     def step(self, batches: Sequence[Batch]) -> None:
-        """One."""
         if self._session is not None:
             (batch,) = batches
             with self._session.step(batch):

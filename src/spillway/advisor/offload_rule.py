@@ -35,7 +35,6 @@ class BlockRule:
     """What the link carries while the block runs forward, over that."""
 
     def sentence(self) -> str:
-        """The rule for these blocks."""
         others = f" and {self.blocks - 1} like it" if self.blocks > 1 else ""
         each = (
             f"{phi:.2f} for {WHAT[action]} ({format_bytes(self.moved[action])})" for action, phi in self.phi.items()

@@ -48,17 +48,16 @@ class RealBench(AbstractBench):
         device: Where the model and its batches are moved, as torch names it; None to leave them where they are.
         output: Called, from another thread, with every line that is printed.
         steps: Timed in a trial.
-        spill_directory: Where what moves waits; the system's temporary directory by default.
     """
 
     def __init__(
         self, workload: str, *, options: Mapping[str, object], seed: int, output: Callable[[str], None],
-        device: str | None = None, steps: int = STEPS, spill_directory: str | None = None,
+        device: str | None = None, steps: int = STEPS,
     ) -> None:  # fmt: skip
         self.name = workload
         self._request: dict[str, Any] = {
             "workload": workload, "options": dict(options), "seed": seed, "steps": steps,
-            "spill_directory": spill_directory, "device": device,
+            "spill_directory": None, "device": device,
         }  # fmt: skip
         self._output = output
         self._process = ExitStack()
@@ -178,7 +177,6 @@ class RememberedBench(AbstractBench):
     """Asks another bench what is not known yet. A trial that ran out of memory is not kept: there may be more later.
 
     Arguments:
-        bench: Who is asked.
         facts: What that knows of the workload, asked for once; `hardware` is among it.
         path: The file; where it cannot be written nothing is kept.
         key: What the figures depend on.

@@ -45,12 +45,8 @@ _KINDS: Final[Mapping[Kind, str]] = {
 
 @final
 class Steps:
-    """A workload's step at any batch size.
-
-    Args:
-        record: Records the step of a batch of so many samples.
-        sizes: What is recorded, when it is first needed.
-    """
+    """A workload's step at any batch size: `record` records that of so many samples, at `sizes`, when it is first
+    needed."""
 
     def __init__(self, record: Callable[[int], Step], sizes: Sequence[int] = RECORDED) -> None:
         self._record, self._sizes = record, tuple(sizes)
@@ -59,7 +55,6 @@ class Steps:
         self._alike = True
 
     def at(self, size: int) -> Step:
-        """The step of a batch."""
         if size not in self._known and self._alike and self._scaling is None:
             for one in self._sizes:
                 self._known[one] = self._known.get(one) or self._record(one)
@@ -75,21 +70,14 @@ class Steps:
 
 @final
 class SimulatedBench(AbstractBench):
-    """Measures on a device by its description.
+    """Measures on a device by its description. The device's memory limits nothing here: whoever asks has a limit."""
 
-    Args:
-        name: Of the workload.
-        steps: Of the workload.
-        device: On which they run. Its memory limits nothing here: whoever asks has a limit.
-        bits: An element, of what is quantized.
-    """
-
-    def __init__(self, name: str, steps: Steps, device: Device, *, bits: int = 4) -> None:
+    def __init__(self, name: str, steps: Steps, device: Device) -> None:
         self.name = name
         self.hardware = f"{device.name}{SIMULATED}"
         self.device = device
         self.spread = (device.efficiency or PUBLISHED).step_spread
-        self._steps, self._bits = steps, bits
+        self._steps = steps
         self._timed: dict[int, Step] = {}
         self._trials: dict[tuple[str, int], Trial] = {}
 
@@ -116,11 +104,11 @@ class SimulatedBench(AbstractBench):
                 kept = kept_for_backward(step, lives_of(step), step.saved)
                 return GraphRewrite(step=step, waiting=tuple(one.value for one in kept), full=0, packed=0)
             case Action.COMPRESS | Action.COMPRESS_OFFLOADED:
-                done = compressed(step, bits=self._bits)
+                done = compressed(step)
             case Action.RECOMPUTE | Action.RECOMPUTE_OFFLOADED:
                 done = run_twice(step)
             case Action.RECOMPUTE_COMPRESSED:
-                done = run_twice(step, bits=self._bits)
+                done = run_twice(step, bits=4)
             case Action.SELECTIVE | Action.SELECTIVE_OFFLOADED:
                 done = run_twice(step, keeps=lambda op: is_expensive(op.name))
             case _:
@@ -129,7 +117,6 @@ class SimulatedBench(AbstractBench):
         return replace(done, step=timed(done.step, self.device))
 
     def gradient_bytes(self) -> Bytes:
-        """Of all gradients of a step."""
         return sum(one.nbytes for one in self._step(min(RECORDED)).storages if one.kind is Kind.GRADIENT)
 
     def _step(self, size: int) -> Step:

@@ -127,7 +127,6 @@ class Row:
     sure: float | None = None
     """Probability of the verdict, as far as scatter goes."""
     warnings: tuple[str, ...] = ()
-    """Sentences."""
 
     @property
     def taken(self) -> Best | None:
@@ -189,12 +188,8 @@ def default_limit(experiment: Experiment) -> float:
 
 
 def advise(experiment: Experiment, limit: float, *, small_batches: bool = False) -> list[Row]:
-    """A row for every method, the plain one first.
-
-    Arguments:
-        limit: Bytes that steps may take.
-        small_batches: Decide by t = max(a, k x) + b instead of the line.
-    """
+    """A row for every method, the plain one first, where steps may take `limit` bytes; with `small_batches` by t =
+    max(a, k x) + b instead of the line."""
     fits = {name: fit(samples, limit, small_batches=small_batches) for name, samples in experiment.methods.items()}
     return judge(experiment, fits, limit)
 
@@ -391,12 +386,8 @@ COLUMNS: Final = (
 
 
 def cells(row: Row, times: float | None, digits: int = 3) -> dict[str, str]:
-    """What a table says of a row, by `COLUMNS`, empty where nothing is known.
-
-    Arguments:
-        times: Its predicted best as a multiple of the plain one's.
-        digits: Of R.
-    """
+    """What a table says of a row, by `COLUMNS`, empty where nothing is known. `times` is its predicted best as a
+    multiple of the plain one's; R has so many `digits`."""
     told = dict.fromkeys(COLUMNS, "") | {"seen": as_measured(row), "verdict": row.verdict}
     if row.fitted is not None:
         memory, cost, time = row.fitted.memory, row.fitted.cost, row.fitted.law_of_time
@@ -544,7 +535,6 @@ class Accumulation:
     method: str
     """Which wins."""
     best: Best
-    """Its prediction."""
     plain: Best
     """That of plain training without accumulating."""
     micro: int
@@ -596,11 +586,8 @@ class Accumulation:
 
 def accumulation_of(rows: Sequence[Row], gradient_bytes: Bytes) -> Accumulation | None:
     """What to offer beside the recommended method; None where it wins by more than its largest batch, or nothing
-    accumulates.
-
-    Arguments:
-        gradient_bytes: Of all parameters: from the second micro-batch on they are there from the beginning.
-    """
+    accumulates. From the second micro-batch on `gradient_bytes`, those of all parameters, are there from the
+    beginning."""
     best, plain = recommended(rows), plain_row(rows)
     if best is None or plain is None or best is plain or best.fitted is None or plain.fitted is None:
         return None

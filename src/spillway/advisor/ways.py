@@ -75,13 +75,9 @@ def way_of(name: str) -> Way:
 
 
 def chosen(names: Sequence[str] = DEFAULT, *, lossless: bool = False) -> list[Way]:
-    """The methods of these names, each once, plain training first, which is what the others are compared with.
-
-    Arguments:
-        lossless: Leave out those whose gradients are other than plain PyTorch's.
-
-    Raises UsageError for a name that is none, or if plain training alone is left.
-    """
+    """The methods of these names, each once, plain training first, which is what the others are compared with; with
+    `lossless` without those whose gradients are other than plain PyTorch's. Raises UsageError for a name that is none,
+    or if plain training alone is left."""
     ways = [way_of(name) for name in dict.fromkeys((PLAIN, *names))]
     ways = [way for way in ways if not (lossless and way.lossy)]
     if len(ways) < 2:

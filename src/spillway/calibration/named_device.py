@@ -12,20 +12,14 @@ from spillway.errors import SpillwayError, UsageError
 FILE_ENDING: Final = ".json"
 
 
-def device_of(name: str | Device, *, refresh: bool = False) -> Device:
-    """A device from `"here"`, from one of `DEVICES` in any case, or from a file that `write_device` wrote.
-
-    Args:
-        refresh: Measure this machine again, if it is what is asked for.
-
-    Raises:
-        UsageError: There is no such device or file.
-        SpillwayError: The file cannot be read, this machine cannot be measured, or torch is not installed to do so.
-    """
+def device_of(name: str | Device) -> Device:
+    """A device from `"here"`, from one of `DEVICES` in any case, or from a file that `write_device` wrote. Raises
+    UsageError if there is no such device or file, and SpillwayError if the file cannot be read, this machine cannot be
+    measured, or torch is not installed to do so."""
     if isinstance(name, Device):
         return name
     if name.lower() == HERE:
-        return _measured(refresh=refresh)
+        return _measured()
     if name.lower().endswith(FILE_ENDING):
         return _of_file(Path(name).expanduser())
     try:
@@ -35,12 +29,12 @@ def device_of(name: str | Device, *, refresh: bool = False) -> Device:
         raise UsageError(f"There is no device {name!r}; choose one of {choices}, or a device's .json file.") from None
 
 
-def _measured(*, refresh: bool) -> Device:
+def _measured() -> Device:
     try:
         from spillway.calibration.measured import this_machine
     except ImportError as error:
         raise SpillwayError(f"Measuring this machine takes torch, which cannot be imported: {error}.") from error
-    return this_machine(refresh=refresh)
+    return this_machine()
 
 
 def _of_file(path: Path) -> Device:

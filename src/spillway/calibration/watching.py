@@ -52,7 +52,6 @@ class Watching(NamedTuple):
     """What compute waits for Python."""
 
     op: Seconds
-    """For every op."""
     root: float
     """For every op besides, times the square root of its own seconds (NOTE [Cold caches])."""
     storage: Seconds
@@ -90,12 +89,8 @@ def measure_watching(directory: Path, link: Speed) -> Watching:
 
 
 def _law(steps: Sequence[tuple[float, float, Seconds, Seconds]]) -> tuple[Seconds, Seconds]:
-    """What each of one thing and of another takes, by least squares; neither is negative.
-
-    Arguments:
-        steps: Of each how much there was of the one and of the other, the seconds that all took, and those that an
-            error is a share of.
-    """
+    """What each of one thing and of another takes, by least squares; neither is negative. Of each step there is how
+    much it has of the one and of the other, the seconds that all took, and those that an error is a share of."""
     known = [(one / unit, other / unit, seconds / unit) for one, other, seconds, unit in steps if unit > 0]
     best = (inf, 0.0, 0.0)
     for uses in ((True, True), (True, False), (False, True)):  # what would be negative is left out

@@ -87,13 +87,9 @@ class Exchange:
 def exchange_of(
     devices: str | None, gradients: str | None, link: str | None, latency: str | None, *, known: Bytes | None = None
 ) -> Exchange | None:
-    """What the options say; None without --devices.
-
-    Arguments:
-        known: Bytes of the gradients where the model is there, and nobody says other with --gradients.
-
-    Raises UsageError for what does not go together, BudgetError for what is no number of bytes.
-    """
+    """What the options say; None without --devices. `known` are the bytes of the gradients where the model is there,
+    and nobody says other with --gradients. Raises UsageError for what does not go together, BudgetError for what is no
+    number of bytes."""
     if devices is None:
         given = {"--gradients": gradients, "--link": link, "--latency": latency}
         if stray := [name for name, text in given.items() if text is not None]:

@@ -130,7 +130,6 @@ class _Setting:
     memory: Bytes
     """That steps may take if nobody says."""
     device_bytes: Bytes
-    """What the device has."""
     gradient_bytes: Bytes
     longest: Seconds
     """A step that takes longer is not tried."""
@@ -386,9 +385,7 @@ class Found:
     campaign: Campaign
     experiment: Experiment
     rows: Sequence[Row]
-    """Of the answer."""
     gradient_bytes: Bytes
-    """Of all parameters."""
     accumulation: Accumulation | None = None
     verified: list[Verified] = field(default_factory=list)
     verifies: bool = False

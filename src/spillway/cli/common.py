@@ -78,13 +78,7 @@ def print_json(document: Any) -> None:
 
 
 def tell_shares(budgets: str, of: str, nbytes: Bytes) -> None:
-    """Say what a percentage is one of, where a share of the plain peak may have been meant.
-
-    Arguments:
-        budgets: As they were written.
-        of: Whose memory it is.
-        nbytes: All of that.
-    """
+    """Say what a percentage is one of, where a share of the plain peak may have been meant."""
     if "%" in budgets:
         say(
             to_terminal(),
@@ -125,12 +119,8 @@ def read_figures(path: Path) -> RunFile:
 
 
 def write_page(path: Path, run_file: Path, facts: Mapping[str, Any], run: RunFile | None = None) -> list[StepReport]:
-    """Write a page about the run in `run_file`, and return its steps. Raises what `read_figures` raises.
-
-    Arguments:
-        facts: What the page says at its top besides the header of the run file.
-        run: What that file holds, if it was read.
-    """
+    """Write a page about the run in `run_file`, and return its steps. Raises what `read_figures` raises. `facts` are
+    what the page says at its top besides the header of the run file."""
     run = run or read_figures(run_file)
     with naming(path):
         write_report(path, {**run.header, **facts}, run.steps, run.timelines, blocks=run.blocks)

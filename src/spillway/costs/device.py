@@ -42,7 +42,6 @@ class Device:
     bytes_per_second: float
     """Of device memory."""
     memory: Bytes
-    """How much of it there is."""
     out_per_second: float
     """Bytes per second of a copy out, alone on its link."""
     in_per_second: float

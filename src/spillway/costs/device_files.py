@@ -36,12 +36,8 @@ def fields_of(device: Device) -> dict[str, Any]:
 
 
 def read_device(path: Path) -> tuple[Device, Mapping[str, Any]]:
-    """The device of a file, and the facts beside it.
-
-    Raises:
-        FileFormatError: The file is foreign, newer or damaged.
-        OSError: The system refuses.
-    """
+    """The device of a file, and the facts beside it. Raises FileFormatError if the file is foreign, newer or damaged,
+    and OSError where the system refuses."""
     content = content_of(path, MOST)
     with fault_in(path, 1):
         found = document(content)

@@ -45,9 +45,7 @@ class Timed:
     """Ops that were timed together, as those of one step."""
 
     name: str
-    """What they are of."""
     works: Sequence[Work]
-    """What each does."""
     seconds: Sequence[Seconds]
     """What each took, above 0."""
 
@@ -58,13 +56,11 @@ class LeftOut:
     """How ops are foretold by a fit to the other groups."""
 
     name: str
-    """Of the group."""
     by: Efficiency
     """Fitted to the others."""
     seconds: Seconds
     """All its ops, measured."""
     foretold: Seconds
-    """The same, foretold."""
     error: float
     """Of single ops, the median of the distance, as a share of what was measured."""
     ratios: tuple[float, ...]
@@ -173,12 +169,8 @@ class _Vector:
 
 
 def least_squares(residuals: Callable[[Floats], tuple[Floats, Floats]], start: Floats) -> Floats:
-    """Levenberg and Marquardt's method, with differences for derivatives.
-
-    Args:
-        residuals: Of the numbers: those of data, large ones of which count less, and those that count as they are.
-        start: Where the numbers begin.
-    """
+    """Levenberg and Marquardt's method, with differences for derivatives. Residuals of the numbers are those of data,
+    large ones of which count less, and those that count as they are."""
 
     def whole(numbers: Floats) -> tuple[Floats, float]:
         data, firm = residuals(numbers)

@@ -42,7 +42,6 @@ def packed_bytes(nbytes: Bytes, dtype: str, bits: int | None, *, two_values: boo
     """Of a storage; None if it is left as it is: another dtype, less than a group, or no fewer bytes.
 
     Args:
-        nbytes: Of the storage.
         dtype: Of its elements, as torch calls it.
         bits: An element; None if only what comes back exactly is wanted.
         two_values: Whether its elements are known to have no more, as those of a mask. Those of bool never have.

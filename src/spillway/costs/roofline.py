@@ -277,8 +277,7 @@ def timed(step: Step, device: Device, *, shares: Shares | None = None, keep_meas
         shares: What each kind of op gets of the device, whatever its shape, in place of what the device says.
         keep_measured: Leave the seconds of ops that have some, as when the step was measured on this device.
 
-    Raises:
-        UsageError: `shares` lacks a kind.
+    Raises UsageError if `shares` lacks a kind.
     """
     works = [work_of(step, op) for op in step.ops]
     found = seconds_of(works, device, None if shares is None else Efficiency(shares=shares))
@@ -297,12 +296,8 @@ def launches_of(step: Step, works: Sequence[Work]) -> Floats:
 
 
 def paced(seconds: Floats, launching: Floats) -> Floats:
-    """[ops] Seconds with the device's waiting for launches: an op begins when it is launched and the one before ended.
-
-    Args:
-        seconds: [ops] That each takes.
-        launching: [ops] That the host takes for each, one after the other.
-    """
+    """[ops] Seconds with the device's waiting for launches, of which the host takes `launching` [ops] for each, one
+    after the other: an op begins when it is launched and the one before ended."""
     if not launching.any():
         return seconds
     done = seconds.cumsum()

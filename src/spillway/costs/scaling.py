@@ -226,11 +226,6 @@ class Scaling:
         """Storages whose bytes follow no exact law: what `step_at` says of them is only near."""
         return tuple(number for number, law in enumerate(self.nbytes) if not law.exact)
 
-    @property
-    def unchecked(self) -> tuple[StorageId, ...]:
-        """Storages with too few different sizes to tell whether their law is one, those without a law included."""
-        return tuple(number for number, law in enumerate(self.nbytes) if not law.checked)
-
     def doubtful(self, size: int) -> tuple[StorageId, ...]:
         """Storages without a checked law, and those with several that do not agree on this size.
 
@@ -249,8 +244,7 @@ class Scaling:
 
         A recorded size gives the bytes that were recorded, exactly where the storage has an exact law.
 
-        Raises:
-            ValueError: The size is not a number above 0.
+        Raises ValueError if the size is not a number above 0.
         """
         if size < 1:
             raise ValueError(f"An input has a size above 0, not {size}.")
@@ -281,9 +275,8 @@ def fit_scaling(steps: Mapping[int, Step]) -> Scaling:
     Args:
         steps: A step for every size, all of the same ops in the same order.
 
-    Raises:
-        ValueError: There are fewer than three sizes, a size is not above 0, or the steps are not of the same ops; the
-            sentence says where they part.
+    Raises ValueError if there are fewer than three sizes, a size is not above 0, or the steps are not of the same ops;
+    the sentence says where they part.
     """
     if len(steps) < _FEWEST or min(steps) < 1:
         raise ValueError(f"Scaling is fitted to {_FEWEST} sizes above 0 or more, not to {sorted(steps)}.")

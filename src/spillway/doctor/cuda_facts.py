@@ -27,7 +27,6 @@ class CudaFacts:
     name: str
     """As the driver calls it."""
     total: Bytes
-    """Its memory."""
     free: Bytes
     """What of it nobody has."""
     exchanges: bool

@@ -37,12 +37,8 @@ Flag: TypeAlias = tuple[Callable[[], Any], Callable[[Any], Any]]
 
 @final
 class Settings:
-    """Settings of torch that decide how ops are computed: the same call under others need not give the same bits.
-
-    Args:
-        flags: One pair each.
-        now: Asks for all of them at once; put together from the pairs if left out.
-    """
+    """Settings of torch that decide how ops are computed: the same call under others need not give the same bits. `now`
+    asks for all of them at once."""
 
     __slots__ = ("flags", "now")
 
@@ -52,7 +48,6 @@ class Settings:
         self.now = now if now is not None else lambda: tuple([get() for get in getters])
 
     def __add__(self, other: Settings) -> Settings:
-        """These and others."""
         if not other.flags:
             return self
         mine, theirs = self.now, other.now
@@ -216,7 +211,6 @@ class OpEnvironment(NamedTuple):
 
     grad: bool
     values: tuple[Any, ...]
-    """Of the settings."""
     autocast: torch.dtype | None
     """What is cast to in the ops that the op consists of."""
     settings: Settings = GENERAL
@@ -406,11 +400,7 @@ class TorchStream:
 
 
 def stream(source: Generator) -> Stream:
-    """How to read and set a random stream of the user's.
-
-    Raises:
-        TypeError: It is none that is known.
-    """
+    """How to read and set a random stream of the user's. Raises TypeError if it is none that is known."""
     if isinstance(source, torch.Generator):
         return TorchStream(source)
     if isinstance(source, np.random.Generator):
@@ -427,12 +417,8 @@ Autocast: TypeAlias = tuple[str, bool, torch.dtype, bool]
 
 @final
 class Environment:
-    """Reads the environment when a block begins, and runs its recompute in it.
-
-    Args:
-        devices: Types of the devices on which the model lies, the CPU not needed among them.
-        generators: Random streams that blocks draw from, beside the global ones of Python, NumPy and torch.
-    """
+    """Reads the environment when a block begins, and runs its recompute in it: for a model on devices of these types,
+    that draws from `generators` beside the global random streams of Python, NumPy and torch."""
 
     def __init__(self, devices: Iterable[torch.device], generators: Iterable[Generator]) -> None:
         others = {device for device in devices if device.type not in ("cpu", "meta")}
@@ -456,7 +442,6 @@ class Environment:
         return states
 
     def capture(self) -> Captured:
-        """The environment now."""
         return Captured(
             self.streams(),
             [_autocast(kind) for kind in self._types],

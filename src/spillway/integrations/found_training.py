@@ -50,7 +50,6 @@ class FoundTraining:
 
     def __init__(self, when_ended: Callable[[FoundTraining], None], **options: Any) -> None:
         self.reports: list[StepReport] = []
-        """Of all steps so far."""
         self.trainer: Trainer | None = None
         """What calls the model; None before anything was found."""
         self.updates = 0

@@ -73,12 +73,8 @@ def watcher_here() -> Watcher | None:
 
 @final
 class Watcher:
-    """Shows every op of a thread to the handlers of one engine, from `begin` to `end`.
-
-    Arguments:
-        handlers: By the `id` of an op.
-        learn: Makes the handler of an op that has none.
-    """
+    """Shows every op of a thread to the handlers of one engine, by the `id` of the op, from `begin` to `end`; `learn`
+    makes the handler of an op that has none."""
 
     __slots__ = ("handlers", "learn", "turn", "watching", "within")
 

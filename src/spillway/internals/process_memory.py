@@ -38,11 +38,8 @@ def found_no_memory(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def memory_for(what: str) -> Iterator[None]:
-    """Around what is allocated for the engine's own purposes.
-
-    Raises:
-        DeviceFullError: The system gives no memory for it.
-    """
+    """Around what is allocated for the engine's own purposes. Raises DeviceFullError if the system gives no memory for
+    it."""
     try:
         yield
     except Exception as error:
@@ -109,7 +106,7 @@ class Reclaimer:
     """Returns freed memory to the system before the resident set passes a limit.
 
     It looks when so much was created since the last look, or is about to be, that the limit may be near. Where `kept`,
-    what is created lies in pages that were there, and the resident set grows by other things alone: it looks less often.
+    what is created lies in pages that were there, the resident set grows by other things, and it looks less often.
     """
 
     __slots__ = ("_arriving", "_headroom", "_least", "_most", "_resident_set", "_returned", "highest", "limit")

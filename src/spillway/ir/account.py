@@ -22,7 +22,6 @@ class Account:
     """Bytes of one step under a set of gaps."""
 
     during: tuple[Bytes, ...]
-    """Bytes during every op."""
     before: tuple[Bytes, ...]
     """Bytes before every op, and after the last, where something is replayed there; elsewhere 0."""
 

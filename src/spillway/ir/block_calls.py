@@ -60,23 +60,8 @@ class BlockCall:
         return min(gap.end for gap in self.gaps)
 
 
-def block_names(step: Step) -> list[str]:
-    """Names of the modules that are blocks, in order of their first op; none where ops have no modules.
-
-    From the root downwards, a name with names below it that is no container is a block if another one is alike, or if
-    it was called more often than the model; unless alike siblings inside it hold `DESCEND_SHARE` of its bytes: those
-    of what its ops read or make and the backward wants.
-    """
-    return list(_Modules(step, lives_of(step)).blocks(""))
-
-
 def block_calls(step: Step, lives: Sequence[Life] | None = None) -> tuple[BlockCall, ...]:
-    """The calls of blocks, in order of the forward, and what recomputing each frees; those that free nothing left out.
-
-    Args:
-        step: A recorded step.
-        lives: Of its values, where they are known already.
-    """
+    """The calls of blocks, in order of the forward, and what recomputing each frees; not those that free nothing."""
     lives = lives_of(step) if lives is None else lives
     modules = _Modules(step, lives)
     called = _calls(step, modules, list(modules.blocks("")))
@@ -157,7 +142,12 @@ class _Modules:
         self._alike = Counter(self._shapes[name] for name in self.ops if self._is_inner(name))
 
     def blocks(self, above: str) -> Iterator[str]:
-        """The blocks below a name."""
+        """The blocks below a name, in order of their first op.
+
+        Downwards from it, a name with names below it that is no container is a block if another one is alike, or if it
+        was called more often than the model; unless alike siblings inside it hold `DESCEND_SHARE` of its bytes: those
+        of what its ops read or make and the backward wants.
+        """
         for name in self._below[above]:
             if not self._below[name]:
                 continue

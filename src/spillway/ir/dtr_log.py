@@ -55,7 +55,6 @@ class Constant(Line):
     name: str
     """What the log calls the tensor."""
     nbytes: Bytes = 0
-    """Its bytes."""
 
 
 @final
@@ -129,7 +128,6 @@ class Release(Line):
     """A name is given up; a tensor without names is needed by nobody outside of the graph."""
 
     name: str
-    """The name."""
 
 
 @final
@@ -138,7 +136,6 @@ class Annotate(Line):
     """A remark: `START` before the first instruction, `BACKWARD` where the backward begins."""
 
     text: str
-    """The remark."""
 
 
 Instruction: TypeAlias = Constant | Call | Mutate | Copy | CopyFrom | Release | Annotate
@@ -355,7 +352,6 @@ class _StepReader:
                 pass
 
     def step(self) -> Step:
-        """What was read."""
         end = len(self._ops)
         storages = tuple(
             StorageInfo(

@@ -100,7 +100,6 @@ class Kept:
     """A value that the forward leaves to the backward."""
 
     value: ValueId
-    """Which."""
     last: int
     """Its last use in the forward; its creation if nothing reads it there."""
     needed: int

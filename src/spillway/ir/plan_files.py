@@ -45,7 +45,6 @@ class PlanFile:
     """What a plan file holds."""
 
     plan: Plan
-    """The plan."""
     facts: dict[str, Any]
     """Where it is from: the method, the device, what the planner said of it."""
 

@@ -94,8 +94,6 @@ def together(
     Args:
         dropped: The values that are to be gone.
         elsewhere: Values that other gaps hold at that moment.
-        step: The step.
-        lives: Of its values.
         inside: The ops of that part of the forward, where what went into it is rather held than made again. The gaps
             are then to have one home (`as_one`): what one of them holds, all of them need.
     """

@@ -45,7 +45,6 @@ class Span:
     """One piece of work on one lane. Raises ValueError when built if it ends before it begins."""
 
     lane: Lane
-    """Where it ran."""
     work: Work
     """What it was. An op's span holds what was done for the op: stalls and recomputing lie within it."""
     began: Seconds
@@ -59,7 +58,6 @@ class Span:
     storage: int | None
     """The storage that was copied or waited for; None for ops, and where it is not known."""
     nbytes: Bytes
-    """Bytes of that storage."""
     stalled: Seconds
     """Of a copy: how much of its time compute was stalled. The rest of it was hidden behind compute."""
 

@@ -38,9 +38,7 @@ class Value:
     """A storage at one version of its content; what ops read and create."""
 
     id: ValueId
-    """Its index."""
     storage: StorageId
-    """The storage that holds it."""
     version: int
     """0 for the storage's first content, one more for every op that writes to the storage."""
 
@@ -54,11 +52,8 @@ class StorageInfo:
     """The bytes behind one or more tensors, and when they exist."""
 
     id: StorageId
-    """Its index."""
     nbytes: Bytes
-    """Its size."""
     kind: Kind
-    """What it is for."""
     alive_from: int
     """First op of the half-open interval of ops during which it exists: the op that creates it."""
     alive_until: int
@@ -133,7 +128,6 @@ class Saving:
     """Once that autograd kept a value for the backward."""
 
     value: ValueId
-    """Which."""
     after: int
     """How many ops had begun."""
     module: str
@@ -153,7 +147,6 @@ class Step:
     """
 
     storages: tuple[StorageInfo, ...]
-    """Every storage of the step."""
     values: tuple[Value, ...]
     """Every value of the step; the versions of one storage in their order."""
     ops: tuple[Op, ...]
@@ -177,12 +170,8 @@ class Step:
     def levels(
         self, sizes: Sequence[Bytes] | None = None, gone: Iterable[tuple[StorageId, int, int]] = ()
     ) -> list[Bytes]:
-        """Bytes alive during every op.
-
-        Args:
-            sizes: What each storage counts as, where that is not its bytes.
-            gone: Storages that are not there during half-open intervals of ops.
-        """
+        """Bytes alive during every op, where storages count as their bytes, or as `sizes` says; those `gone` are not
+        there during half-open intervals of ops."""
         sizes = [storage.nbytes for storage in self.storages] if sizes is None else sizes
         changes = [0] * (len(self.ops) + 1)
         for storage in self.storages:

@@ -40,9 +40,7 @@ class Recorded:
     """A step, and what it is the step of."""
 
     step: Step
-    """The step."""
     workload: str
-    """What the workload is called."""
     size: int | None = None
     """The input size that the step was recorded at, in the workload's own measure; None if it has none."""
     facts: Mapping[str, Any]

@@ -57,7 +57,6 @@ class StorageLine:
     storage: int
     """Its number; each storage of a timeline has its own."""
     kind: Kind
-    """What it is for."""
     nbytes: Bytes
     """Its bytes while it is present."""
     present_at_start: bool
@@ -76,7 +75,6 @@ class Event:
     op: int
     """The op before, during or right after which it happened; the number of ops for what happened after the last."""
     storage: int
-    """The storage's number."""
     change: Change
     """What happened. A storage may die while it is absent, which changes nothing that is resident."""
 
@@ -87,7 +85,6 @@ class Origin:
     """Where a storage comes from, as far as anybody knows; what is not known is empty."""
 
     storage: int
-    """The storage's number."""
     name: str
     """What the model calls it, of parameters, buffers and what belongs to them."""
     op: str
@@ -127,9 +124,7 @@ class Timeline:
     step: int
     """Number of the step within its run."""
     allowed: Bytes
-    """The budget."""
     ops: Annotated[int, Within(0, MOST_OPS)]
-    """How many ops the step has."""
     storages: tuple[StorageLine, ...]
     """Every storage that was resident at any moment."""
     events: tuple[Event, ...]

@@ -108,7 +108,6 @@ class _Life:
     dies: int
     """First op at which its storage is dead; one more than the number of ops if it outlives the step."""
     reads: tuple[int, ...]
-    """The ops that read it."""
 
     @property
     def ends(self) -> int:
@@ -212,7 +211,6 @@ class _Replay:
     leaves: frozenset[ValueId]
     """What the recipe reads before any op of it has created it."""
     created: frozenset[ValueId]
-    """What the recipe creates."""
 
 
 def _replay(gap: Gap, recipe: Recompute, step: Step) -> _Replay:
@@ -332,7 +330,6 @@ def _trouble(
 
 
 def _check_temporaries(group: list[_Replay], step: Step) -> None:
-    """Of replays that are one."""
     own = {step.values[replay.gap.value].storage for replay in group}
     needed = max(_outputs(step, group[0], own, place) for place in range(len(group[0].recipe.ops)))
     for replay in group:

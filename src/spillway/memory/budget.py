@@ -17,10 +17,7 @@ UNLIMITED: Final[Bytes] = 1 << 62
 @final
 class Budget:
     """Bytes of device memory. Nobody else changes these numbers; whoever takes memory or gives it up says so here.
-
-    Arguments:
-        named: What the user allows; `UNLIMITED` keeps account only.
-    """
+    `named` is what the user allows; `UNLIMITED` keeps account only."""
 
     __slots__ = ("_spendable", "allowed", "claimed", "created", "named", "peak", "refused", "reserved", "resident")
 

@@ -49,14 +49,8 @@ PATIENCE = 1 << 16
 
 @final
 class Controller(AbstractLedger):
-    """Owns values, cuts, locks, the budget and the replay stack. Callers hold `lock`.
-
-    Arguments:
-        machine: What really holds the bytes.
-        policy: Decides what leaves.
-        allowed: The budget in bytes, or the account of it.
-        chain_cap: The longest chain of replays that a drop may lead to (rule 4).
-    """
+    """Owns values, cuts, locks, the budget and the replay stack; the machine is what really holds the bytes. Callers
+    hold `lock`. No drop may lead to a chain of replays that is longer than `chain_cap` (rule 4)."""
 
     __slots__ = ("_drops_allowed", "copies", "flights", "tier_full", "unsafe", "view")
 
@@ -132,12 +126,9 @@ class Controller(AbstractLedger):
     # ------------------------------------------------------------------ room
 
     def make_room(self, needed: Bytes, name: str) -> None:
-        """Free bytes until `needed` more fit in the budget (rule 4).
-
-        Raises:
-            BudgetInfeasible: Everything that may leave has left, and it is not enough.
-            SpillFullError: It would have been enough if the slower tier had room.
-        """
+        """Free bytes until `needed` more fit in the budget (rule 4). Raises BudgetInfeasible if everything that may
+        leave has left, and it is not enough, and SpillFullError if it would have been enough if the slower tier had
+        room."""
         if self._dead:
             self.collect_dead()
         short = self.budget.short

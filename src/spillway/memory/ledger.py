@@ -27,14 +27,7 @@ FIRST_TEMPORARY: Final = 1 << 40
 
 
 class AbstractLedger(ABC):
-    """The books of the controller, and what its parts may ask it for. Callers hold `lock`.
-
-    Arguments:
-        machine: What really holds the bytes.
-        policy: Decides what leaves.
-        budget: The account.
-        chain_cap: The longest chain of replays that a drop may lead to (rule 4).
-    """
+    """The books of the controller, and what its parts may ask it for. Callers hold `lock`."""
 
     __slots__ = (
         "_copied", "_dead", "_next_number", "_next_temporary", "arriving", "away", "budget", "chain_cap", "clock",

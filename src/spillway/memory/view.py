@@ -175,7 +175,6 @@ class View:
         return self._neighbours.name(storage.value) if isinstance(storage, Storage) else None
 
     def evicted(self) -> Mapping[Evicted, Seconds]:
-        """All that is evicted."""
         return self._neighbours.evicted()
 
     def evicted_neighbours(self, of: Candidate | Evicted) -> Mapping[Evicted, Seconds]:
@@ -233,7 +232,6 @@ class Neighbours:
         self._clock: list[Seconds] = [0.0]
 
     def forget(self) -> None:
-        """The recipes are forgotten."""
         self._values.clear()
         self._readers.clear()
         self._numbers.clear()

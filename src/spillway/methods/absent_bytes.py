@@ -134,12 +134,8 @@ def waited_late(
 def fewest_bytes(
     step: Step, lives: Sequence[Life], allowed: Bytes, sizes: Sequence[Bytes], smallest: Bytes, *, tie: float = TIE
 ) -> tuple[dict[Together, float], float]:
-    """The share of everything idle, and the bytes that come in.
-
-    Raises:
-        ArithmeticError: An op alone needs more than is allowed.
-        UsageError: SciPy is not there.
-    """
+    """The share of everything idle, and the bytes that come in. Raises ArithmeticError if an op alone needs more than
+    is allowed, and UsageError without SciPy."""
     ops, program = len(step.ops), LinearProgram()
     clock = list(accumulate((op.seconds or 0.0 for op in step.ops), initial=0.0))
     over = [(there - allowed) / UNIT for there in during(step, (), sizes)]
@@ -237,7 +233,6 @@ class _Seconds:
         return self._sizes[self._step.values[value].storage] / UNIT
 
     def swap(self, together: Together) -> None:
-        """A share of it is swapped."""
         program, ops, nbytes = self.program, len(self._step.ops), self._nbytes(together[0].value)
         share = program.variable(cost=TIE * nbytes * UNIT / self._rate, upper=1.0)
         for one in together:
@@ -257,7 +252,6 @@ class _Seconds:
         self.recomputed[value] = self.program.variable(upper=1.0)
 
     def replay(self, value: ValueId, replay: Replay, of: Mapping[ValueId, Sequence[Interval]]) -> None:
-        """What that takes."""
         program, share, op = self.program, self.recomputed[value], self._step.ops[replay.end]
         self._drop(replay.start, replay.end, share, self._nbytes(value))
         program.add(self.replaying[min(self._at(replay.end), len(self._ops) - 1)], share, -replay.seconds)

@@ -70,11 +70,7 @@ def check_bits(bits: int) -> None:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActionOptions:
-    """How an action is carried out, where there is a choice.
-
-    Raises:
-        UsageError: `bits` are none of these.
-    """
+    """How an action is carried out, where there is a choice. Raises UsageError if `bits` are none of these."""
 
     bits: int = 4
     """An element, of what is quantized: 2, 4 or 8. PAPAYA's is 4."""

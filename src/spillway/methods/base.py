@@ -101,7 +101,6 @@ class Evicted(NamedTuple):
     """A value whose bytes are nowhere and which can be recomputed: it was dropped, or is dead. Known by two numbers."""
 
     storage: int
-    """The number of its storage."""
     op: int
     """The number of the op that made it."""
 
@@ -223,9 +222,7 @@ class Problem:
     """What a planner is given."""
 
     step: Step
-    """The recorded step."""
     allowed: Bytes
-    """The budget in bytes."""
     device: Device
     """How fast copies are. The ops of `step` have seconds."""
     rehearse: Callable[[AbstractPolicy], Sequence[Absence]] | None = field(default=None, compare=False)

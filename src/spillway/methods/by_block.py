@@ -58,9 +58,7 @@ class StepSample:
     """Forward and backward of one step, measured. All bytes are above what was there when the forward began."""
 
     size: InputSize
-    """Of its input."""
     recomputed: frozenset[int]
-    """The blocks that were."""
     peak: Bytes
     """Most bytes at once."""
     turn_peak: Bytes | None = None
@@ -100,7 +98,6 @@ class Forecast:
 
     @property
     def everything(self) -> frozenset[int]:
-        """All blocks."""
         return frozenset(range(len(self.saved)))
 
 
@@ -190,7 +187,6 @@ class BlockPlan:
         return self.actions[call] if call < len(self.actions) else self.otherwise
 
     def keeps(self, call: int) -> bool:
-        """Whether a call is kept."""
         return self.action(call) is Action.KEEP
 
 
@@ -235,11 +231,8 @@ class AbstractBlockMethod(ABC):
 
     @abstractmethod
     def fresh(self, *, batched: bool) -> Self:
-        """The same method, which has learned nothing yet.
-
-        Args:
-            batched: Whether the first number of a size counts samples, by which all bytes are multiplied.
-        """
+        """The same method, which has learned nothing yet. `batched` says whether the first number of a size counts
+        samples, by which all bytes are multiplied."""
 
     @property
     @abstractmethod
@@ -257,12 +250,8 @@ class AbstractBlockMethod(ABC):
 
     @abstractmethod
     def begin(self, size: InputSize, available: Bytes) -> Decision:
-        """What to do in a forward and backward on an input of this size.
-
-        Args:
-            size: Of the input.
-            available: The budget less what is resident when the forward begins.
-        """
+        """What to do in a forward and backward on an input of this size; `available` is the budget less what is
+        resident when the forward begins."""
 
     @abstractmethod
     def end(self, step: StepSample, blocks: Sequence[BlockSample] = ()) -> None:
@@ -280,11 +269,7 @@ class AbstractBlockMethod(ABC):
         return False
 
     def explained(self, names: Sequence[str]) -> tuple[str, ...]:
-        """What the latest plan does and why, in sentences; none where there is no plan, or nothing to explain.
-
-        Args:
-            names: Of the calls, in order.
-        """
+        """What the latest plan does and why, in sentences; none where there is no plan, or nothing to explain."""
         return ()
 
     @abstractmethod

@@ -44,9 +44,8 @@ class Checkpoint(AbstractBlockMethod):
             without its expensive ops. Where it quantizes, a session has to be told `BlockOptions(lossy=True)`.
         bits: As in `ActionOptions`, like `compiled` and `waits`.
 
-    Raises:
-        UsageError: `action` is none, or keeps everything; `bits` are none of these; it `waits` and nothing moves, or is
-            `compiled` and nothing is quantized.
+    Raises UsageError if `action` is none, or keeps everything; `bits` are none of these; it `waits` and nothing moves,
+    or is `compiled` and nothing is quantized.
     """
 
     name = "checkpoint"
@@ -65,7 +64,6 @@ class Checkpoint(AbstractBlockMethod):
         self.action_options = {**USUAL, action: ActionOptions(bits=bits, compiled=compiled, waits=waits)}
 
     def fresh(self, *, batched: bool) -> Self:
-        """Another one."""
         return type(self)(self.action, **asdict(self.action_options[self.action]))
 
     @property

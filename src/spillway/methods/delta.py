@@ -43,9 +43,6 @@ RANKED_FOR: Final = 128
 JUDGED_FOR: Final = 64
 """Ops for which the two costs of a storage are taken as known, unless it is used or copied meanwhile."""
 
-Pin = Callable[[Candidate], bool]
-"""Says of a storage whether it is pinned."""
-
 Recomputes = Literal["always", "cheaper", "never"]
 """When what was offloaded is recomputed and not reloaded, where both are possible."""
 
@@ -57,11 +54,6 @@ class Judged(NamedTuple):
     transfer: Seconds
     at: int
     """The op before which it did."""
-
-
-def no_pin(storage: Candidate) -> bool:
-    """Nothing is pinned."""
-    return False
 
 
 @final
@@ -101,8 +93,8 @@ class Delta(AbstractPolicy):
     - Costs are measured and synchronised: an op on the CPU has run when it returns. The paper's Table V says 4 to
       69 us for what moves hundreds of MB, which is the time to launch; with such costs its Director always evicts.
       The cost of recomputing is that of the whole chain, everything absent included, and chains cost more than ops.
-    - Bandwidth is measured by a few copies before the first step and by all copies since. With `link` it is the
-      paper's rule: `link_share` of what the link promises, 35 % of 64 GB/s for theirs.
+    - Bandwidth is measured by a few copies before the first step and by all copies since; the paper takes 35 % of what
+      the link promises.
     - Staleness is counted in ops, and in the paper in time (section 3): it does not depend on how busy the machine is.
     - Offloading early is a copy beside the ops, and the bytes stay until it is done. Assumption 2 has it synchronous,
       section 4.2 asynchronous on a stream of its own; an early start that ops waited for would gain nothing. What has
@@ -118,11 +110,6 @@ class Delta(AbstractPolicy):
         spare: Share of the budget for which copies are there, or need not be, before room is short.
         most_copies_out: Copies out that a look ahead may begin.
         most_copies_in: The paper's n, which it does not tell: reloads that are under way at a time.
-        evict_pinned: What is never evicted, only offloaded.
-        offload_pinned: What is never offloaded, only evicted; what is pinned twice is not released. The controller
-            still moves both when nothing else would keep the budget.
-        link: Bytes per second that the link promises; None to measure.
-        link_share: Share of them that copies get.
     """
 
     name = "delta"
@@ -134,8 +121,7 @@ class Delta(AbstractPolicy):
         both_ways: bool = True, releases_in_backward: bool = True,
         releases_early: bool = False, in_order_of_use: bool = True, recomputes: Recomputes = "cheaper",
         only_beside: bool = True,
-        unhidden: float = 0.5, pessimism: float = 0.25, evict_pinned: Pin = no_pin, offload_pinned: Pin = no_pin,
-        link: float | None = None, link_share: float = 0.35,
+        unhidden: float = 0.5, pessimism: float = 0.25,
     ) -> None:  # fmt: skip
         if filter not in FILTERS:
             raise UsageError(f"DELTA has no filter {filter!r}; choose one of {', '.join(FILTERS)}.")
@@ -150,10 +136,9 @@ class Delta(AbstractPolicy):
                 f"and `looks_after` of 1 or more; got {early}, {enough}, {spare}, {most_copies_out}, {most_copies_in} "
                 f"and {looks_after}."
             )
-        if not (0 <= unhidden <= 1 and pessimism >= 0 and 0 < link_share <= 1 and (link is None or 0 < link < inf)):
+        if not (0 <= unhidden <= 1 and pessimism >= 0):
             raise UsageError(
-                f"DELTA needs `unhidden` from 0 to 1, `pessimism` of 0 or more, `link_share` above 0 and up to 1, and "
-                f"a `link` of more than 0 bytes per second; got {unhidden}, {pessimism}, {link_share} and {link}."
+                f"DELTA needs `unhidden` from 0 to 1 and `pessimism` of 0 or more; got {unhidden} and {pessimism}."
             )
         self.filter = filter
         self.early = early
@@ -168,12 +153,8 @@ class Delta(AbstractPolicy):
         self.in_order_of_use = in_order_of_use
         self.only_beside = only_beside
         self.recomputes = recomputes
-        self.recalls = recomputes != "never"
         self.unhidden = unhidden
         self.pessimism = pessimism
-        self.evict_pinned = evict_pinned
-        self.offload_pinned = offload_pinned
-        self.bandwidth = None if link is None else link * link_share
         self._ranking: list[tuple[float, int, Candidate]] = []
         self._judged: dict[int, Judged] = {}
         self._view: MemoryView | None = None
@@ -200,11 +181,7 @@ class Delta(AbstractPolicy):
         self._meet(view)
         self._ahead = 0
         for storage in self._by_score(view):
-            granted = False
-            evicts = self._evicts(view, storage)
-            if evicts:
-                granted = yield Drop(storage)
-            if not granted and not self.offload_pinned(storage):
+            if not self._evicts(view, storage) or not (yield Drop(storage)):
                 yield Move(storage)
 
     def _meet(self, view: MemoryView) -> None:
@@ -271,10 +248,6 @@ class Delta(AbstractPolicy):
 
     def _evicts(self, view: MemoryView, storage: Candidate) -> bool:
         """The Director: F = c_r / c_s of equation 4 is at most 1. What cannot be recomputed costs infinitely much."""
-        if self.evict_pinned(storage):
-            return False
-        if self.offload_pinned(storage):
-            return True
         judged = self._judge(view, storage)
         return judged.recompute < inf and judged.recompute <= judged.transfer
 
@@ -296,28 +269,21 @@ class Delta(AbstractPolicy):
 
     def _transfer_seconds(self, view: MemoryView, storage: Candidate) -> Seconds:
         """Of the copies that are still to be made, what ops will have to wait for."""
-        there = view.copied(storage)
-        if self.bandwidth is None:
-            seconds = view.transfer_seconds(storage)
-            seconds = seconds if self.both_ways or there else seconds / 2
-        else:
-            seconds = storage.nbytes / self.bandwidth * (2 if self.both_ways and not there else 1)
+        seconds = view.transfer_seconds(storage)
+        seconds = seconds if self.both_ways or view.copied(storage) else seconds / 2
         return seconds * (view.exposed + self.unhidden * (1 - view.exposed))
 
     # ------------------------------------------------------------------ an op wants what was offloaded
 
     def bring_back(self, view: MemoryView, storage: Candidate) -> Recall:
         """Recompute what is not uncomputable (algorithm 1, lines 4 to 9), or where that is the cheaper way."""
-        if not self.recalls:
+        if self.recomputes == "never":
             return Recall.RELOAD
-        most = inf if self.recomputes == "always" else self._reload_seconds(view, storage)
+        most = inf if self.recomputes == "always" else view.transfer_seconds(storage)
         if view.own_seconds(storage) > most:  # the least that it can cost, and cheap to ask
             return Recall.RELOAD
         seconds = view.recompute_seconds(storage)
         return Recall.RECOMPUTE if seconds < inf and seconds <= most else Recall.RELOAD
-
-    def _reload_seconds(self, view: MemoryView, storage: Candidate) -> Seconds:
-        return view.transfer_seconds(storage) if self.bandwidth is None else storage.nbytes / self.bandwidth
 
     # ------------------------------------------------------------------ early start and Prefetcher
 
@@ -362,8 +328,6 @@ class Delta(AbstractPolicy):
                 return
             if self._evicts(view, storage):
                 yield Drop(storage)
-            elif self.offload_pinned(storage):
-                continue
             elif view.copied(storage):
                 yield Move(storage)
             else:
@@ -376,7 +340,7 @@ class Delta(AbstractPolicy):
             if begun >= self.most_copies_out or ahead >= self.spare * view.allowed:
                 break
             ahead += storage.nbytes
-            if not (view.copied(storage) or self.offload_pinned(storage) or self._evicts(view, storage)):
+            if not (view.copied(storage) or self._evicts(view, storage)):
                 asked = True
                 begun += yield Copy(storage)
                 self._judged.pop(storage.number, None)

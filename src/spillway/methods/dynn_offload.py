@@ -54,7 +54,7 @@ from spillway.methods.base import (
 )
 from spillway.pilots.course import Course
 from spillway.pilots.decisions import DecisionPilot
-from spillway.pilots.execution_blocks import Cuts, Touches, Uses, keeping_blocks, largest_op, max_fill, search_blocks
+from spillway.pilots.execution_blocks import Cuts, Touches, Uses, keeping_blocks, largest_op, search_blocks
 from spillway.pilots.paths import Dynamism
 from spillway.pilots.pilot import AbstractPilot
 from spillway.pilots.program import Group, Program
@@ -142,13 +142,8 @@ class DynnOffload(AbstractPolicy):
     def begin_forward(
         self, course: Course, members: Sequence[Sequence[Candidate]], updated: Sequence[Candidate]
     ) -> None:
-        """A step begins.
-
-        Arguments:
-            course: Of its forward.
-            members: [groups] The storages of the parameters of each group.
-            updated: What the optimizers use, in their order, as far as it is there before the step.
-        """
+        """A step begins. `members` [groups] are the storages of the parameters of each group; `updated` is what the
+        optimizers use, in their order, as far as it is there before the step."""
         self.course, self._members = course, members
         self._group_of = {one.number: group for group, storages in enumerate(members) for one in storages}
         self._backward_at = self._update_at = None
@@ -344,25 +339,20 @@ class DynnOffload(AbstractPolicy):
 
 @final
 class DynnOffloadPlanner(AbstractPlanner):
-    """Blocks in memory, the next on its way.
-
-    Arguments:
-        double_buffer: Two halves with nothing kept beside.
-        search: Cut the halves by dynamic programming.
-    """
+    """Blocks in memory, the next on its way. With `double_buffer` two halves with nothing kept beside, cut by dynamic
+    programming."""
 
     name = "dynn-offload"
     uses_recipes = False
     begin = "at op"
 
-    def __init__(self, *, double_buffer: bool = False, search: bool = False) -> None:
+    def __init__(self, *, double_buffer: bool = False) -> None:
         self.double_buffer = double_buffer
-        self.search = search
 
     @classmethod
     def as_published(cls) -> Self:
         """Two halves, the cuts searched."""
-        made = cls(double_buffer=True, search=True)
+        made = cls(double_buffer=True)
         made.name = "dynn-offload-published"
         return made
 
@@ -392,7 +382,7 @@ class DynnOffloadPlanner(AbstractPlanner):
     def _cuts(self, touches: Touches, room: Bytes, device: Device) -> Cuts:
         if not self.double_buffer:
             return keeping_blocks(touches, room, device)
-        return search_blocks(touches, room // 2, device) if self.search else max_fill(touches, room // 2)
+        return search_blocks(touches, room // 2, device)
 
 
 @final
@@ -428,7 +418,6 @@ class _Schedule:
         self._present = set[StorageId]()
 
     def gaps(self) -> Iterator[Gap]:
-        """As they end."""
         yield from ()
         there = {one.id for one in self._step.storages if one.present_at_start}
         self._present = set(there)

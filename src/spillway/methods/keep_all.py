@@ -21,5 +21,4 @@ class KeepAll(AbstractPolicy):
     uses_recipes = False
 
     def relieve(self, view: MemoryView, needed: Bytes) -> Generator[Proposal, bool, None]:
-        """No proposal."""
         yield from ()

@@ -46,13 +46,8 @@ class LinearProgram:
         self._factors.append(factor)
 
     def solve(self, what: str, *, relaxed: bool = False, **options: float) -> Any:
-        """What SciPy's `milp` finds with these options of its own.
-
-        Args:
-            what: Is said to need SciPy, where that is not installed.
-            relaxed: Whether no variable has to be a whole number.
-            options: As SciPy names them.
-        """
+        """What SciPy's `milp` finds with these options of its own; `what` is said to need SciPy where that is not
+        installed. Where it is `relaxed` no variable has to be a whole number."""
         optimize, sparse = load_solver(what)
         shape = (len(self._least), len(self.cost))
         matrix = sparse.csr_matrix((self._factors, (self._rows, self._columns)), shape=shape)

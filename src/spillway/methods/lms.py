@@ -81,7 +81,6 @@ class Parameters:
 
     @property
     def waits_in(self) -> bool:
-        """Whether it waits for copies in."""
         return self.mode in (2, 3)
 
 
@@ -94,8 +93,7 @@ class LMS(AbstractPlanner):
         share: Of the budget, what the search makes use of; where all three are given, there is none.
         smallest: Bytes below which a storage stays.
 
-    Raises:
-        UsageError: A parameter is below 0, or the share is not above 0 and at most 1.
+    Raises UsageError if a parameter is below 0, or the share is not above 0 and at most 1.
     """
 
     name = "lms"

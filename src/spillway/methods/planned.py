@@ -71,9 +71,8 @@ class Planned(AbstractPolicy):
         ahead: Copies begin so many times their own seconds before they have to be done; 0 begins none early.
         begin: "in time" as just said, or "at op"; the planner says which (`AbstractPlanner.begin`).
 
-    Raises:
-        UsageError: The plan is for another step, has a compressed home, of which the tensor engine has none, `ahead`
-            is negative, or `begin` is neither of the two.
+    Raises UsageError if the plan is for another step, has a compressed home, of which the tensor engine has none,
+    `ahead` is negative, or `begin` is neither of the two.
     """
 
     name = "planned"
@@ -244,21 +243,17 @@ class SelfPlanned(AbstractPolicy):
             yield Move(storage)
 
     def begin_step(self, view: MemoryView, present: Sequence[Candidate]) -> Generator[Proposal, bool, None]:
-        """As the plan has it."""
         if self.planned is not None:
             yield from self.planned.begin_step(view, present)
 
     def acts(self, op: int) -> bool:
-        """As the plan has it."""
         return self.planned is not None and self.planned.acts(op)
 
     def before_op(self, view: MemoryView, op: int) -> Generator[Proposal, bool, None]:
-        """As the plan has it."""
         if self.planned is not None:
             yield from self.planned.before_op(view, op)
 
     def after_op(self, view: MemoryView, op: int, created: Sequence[Candidate]) -> Generator[Proposal, bool, None]:
-        """As the plan has it."""
         if self.planned is not None:
             yield from self.planned.after_op(view, op, created)
 

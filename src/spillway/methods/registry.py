@@ -99,11 +99,8 @@ METHODS: Mapping[str, Method] = MappingProxyType(
 def resolve(
     method: str | AbstractPolicy | AbstractPlanner | AbstractBlockMethod,
 ) -> AbstractPolicy | AbstractBlockMethod:
-    """What decides in a session, by its name; an object is taken as it is, and a planner follows its own plans.
-
-    Raises:
-        UnknownMethodError: No method has that name.
-    """
+    """What decides in a session, by its name; an object is taken as it is, and a planner follows its own plans. Raises
+    UnknownMethodError if no method has that name."""
     if isinstance(method, str) and method in METHODS:
         found = METHODS[method]
         method = (found.by_block or found.in_session or found.on_paper)()

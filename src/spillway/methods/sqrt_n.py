@@ -23,9 +23,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import isqrt, sqrt
-from typing import Final, Literal, Self, final
+from typing import Final, Self, final
 
-from spillway.errors import UsageError
 from spillway.ir import Gap, Plan, Step
 from spillway.ir.account import account
 from spillway.ir.lives import Kept, Life, forwards_of, kept_for_backward, lives_of
@@ -44,58 +43,48 @@ TRIED: Final = 9
 
 @final
 class SqrtN(AbstractPlanner):
-    """The paper's two ways to choose checkpoints; budgets only decide whether the result will do.
-
-    Arguments:
-        choose: `count` takes every k-th candidate with k = int(sqrt(candidates)); `greedy` is Algorithm 3.
-        segment_bytes: For `greedy`: activations of a segment, in bytes, after which the next candidate is a
-            checkpoint. None searches for the one with the smallest peak.
-    """
+    """Every k-th candidate is a checkpoint, k = int(sqrt(candidates)); budgets only decide whether that will do."""
 
     name = "sqrt-n"
 
-    def __init__(self, choose: Literal["count", "greedy"] = "count", segment_bytes: Bytes | None = None) -> None:
-        if choose not in ("count", "greedy") or (segment_bytes is not None and segment_bytes <= 0):
-            raise UsageError(f"SqrtN chooses by 'count' or 'greedy', segments of 1 byte or more; got {choose!r}, "
-                             f"{segment_bytes}.")  # fmt: skip
-        self.choose = choose
-        self.segment_bytes = segment_bytes
+    def __init__(self) -> None:
+        self._choices = self._by_count
 
     @classmethod
-    def greedy(cls, segment_bytes: Bytes | None = None) -> Self:
-        """Algorithm 3 of the paper."""
-        return cls("greedy", segment_bytes)
+    def greedy(cls) -> Self:
+        """Algorithm 3 of the paper: the segment bytes, of those that are tried, with the smallest peak."""
+        made = cls()
+        made._choices = made._by_bytes
+        return made
 
     def plan(self, problem: Problem) -> Plan:
         """The plan with these checkpoints. Raises BudgetInfeasible if it needs more than is allowed."""
         step, lives = problem.step, lives_of(problem.step)
         forwards = [_Forward.of(step, lives, ops) for ops in forwards_of(step)]
-        choices = [self._by_count(forwards)] if self.choose == "count" else self._by_bytes(forwards)
         tried = (
-            [gap for forward, at in zip(forwards, cuts, strict=True) for gap in forward.gaps(at)] for cuts in choices
+            [gap for forward, at in zip(forwards, cuts, strict=True) for gap in forward.gaps(at)]
+            for cuts in self._choices(forwards)
         )
         return problem.plan_with(min(tried, key=lambda gaps: account(step, gaps, lives).peak), lives)
 
-    def _by_count(self, forwards: Sequence[_Forward]) -> list[list[int]]:
+    def _by_count(self, forwards: Sequence[_Forward]) -> list[list[list[int]]]:
+        """One choice of cuts."""
         cuts = []
         for forward in forwards:
             k = max(isqrt(len(forward.candidates)), 1)
             cuts.append(forward.candidates[k - 1 :: k])
-        return cuts
+        return [cuts]
 
     def _by_bytes(self, forwards: Sequence[_Forward]) -> list[list[list[int]]]:
         """One list of cuts for each segment budget that is tried."""
-        if self.segment_bytes is not None:
-            tried = [self.segment_bytes]
-        else:
-            # The paper's one search step: x bytes of checkpoints and y of the largest segment for some budget say that
-            # the best one is near sqrt(x y). It is looked for from a half to the double.
-            whole = sum(sum(forward.made.values()) for forward in forwards)
-            first = [forward.cuts_after(max(whole // 16, 1)) for forward in forwards]
-            kept = sum(forward.bytes_at(cut) for forward, at in zip(forwards, first, strict=True) for cut in at)
-            largest = max((forward.largest(at) for forward, at in zip(forwards, first, strict=True)), default=1)
-            middle = max(sqrt(max(kept, 1) * max(largest, 1)), 1)
-            tried = [max(int(middle * 2 ** (k / (TRIED // 2) - 1)), 1) for k in range(TRIED)]
+        # The paper's one search step: x bytes of checkpoints and y of the largest segment for some budget say that
+        # the best one is near sqrt(x y). It is looked for from a half to the double.
+        whole = sum(sum(forward.made.values()) for forward in forwards)
+        first = [forward.cuts_after(max(whole // 16, 1)) for forward in forwards]
+        kept = sum(forward.made.get(cut, 0) for forward, at in zip(forwards, first, strict=True) for cut in at)
+        largest = max((forward.largest(at) for forward, at in zip(forwards, first, strict=True)), default=1)
+        middle = max(sqrt(max(kept, 1) * max(largest, 1)), 1)
+        tried = [max(int(middle * 2 ** (k / (TRIED // 2) - 1)), 1) for k in range(TRIED)]
         return [[forward.cuts_after(nbytes) for forward in forwards] for nbytes in tried]
 
 
@@ -142,10 +131,6 @@ class _Forward:
                 cuts.append(op)
                 running = 0
         return cuts
-
-    def bytes_at(self, cut: int) -> Bytes:
-        """Bytes of what the op at a cut makes."""
-        return self.made.get(cut, 0)
 
     def largest(self, cuts: list[int]) -> Bytes:
         """Activations of the largest segment, in bytes."""

@@ -77,8 +77,7 @@ class DeviceArena:
             when some are freed. The paper gives every array chunks of its own.
         driver: The library of the CUDA driver.
 
-    Raises:
-        NativeError: There is no driver, or no device of that number, or it has no virtual memory management.
+    Raises NativeError if there is no driver, or no device of that number, or it has no virtual memory management.
     """
 
     def __init__(
@@ -99,7 +98,6 @@ class DeviceArena:
             raise NativeError(f"CUDA device {device} has no virtual addressing: {missing.decode()} is missing{told}.")
         _opened[device] = asked
         self.chunk: Bytes = self._library.spillway_device_chunk(device)
-        """Bytes of a physical chunk."""
 
     @classmethod
     def of(cls, device: int, *, driver: str = DRIVER) -> DeviceArena:
@@ -115,8 +113,7 @@ class DeviceArena:
         stream uses has to be told so by `record_stream` before it is freed, also where its own stream waits for the
         other later.
 
-        Raises:
-            NativeError: CUDA is in use, or this torch has none.
+        Raises NativeError if CUDA is in use, or this torch has none.
         """
         if not hasattr(torch._C, "_cuda_customAllocator"):
             raise NativeError(f"torch {torch.__version__} is built without CUDA.")

@@ -69,11 +69,8 @@ def library_path(part: Part = ARENA) -> Path:
 
 
 def build(part: Part = ARENA) -> Path:
-    """The library, compiled if it is not there yet. Another process that compiles it is waited for.
-
-    Raises:
-        NativeError: It cannot be compiled, or its place cannot be written.
-    """
+    """The library, compiled if it is not there yet. Another process that compiles it is waited for. Raises NativeError
+    if it cannot be compiled, or its place cannot be written."""
     library = library_path(part)
     try:
         if library.is_file():
@@ -119,11 +116,8 @@ def _compile(part: Part, library: Path) -> None:
 
 @functools.cache
 def load() -> ctypes.CDLL:
-    """The library, built where necessary.
-
-    Raises:
-        NativeError: It cannot be built or loaded, or `SPILLWAY_NATIVE=0` forbids it.
-    """
+    """The library, built where necessary. Raises NativeError if it cannot be built or loaded, or `SPILLWAY_NATIVE=0`
+    forbids it."""
     if not wanted():
         raise NativeError("SPILLWAY_NATIVE=0 says so.")
     library = build()
@@ -135,11 +129,8 @@ def load() -> ctypes.CDLL:
 
 @functools.cache
 def load_hook() -> Any:
-    """The hook's module, built where necessary.
-
-    Raises:
-        NativeError: It cannot be built or loaded, or `SPILLWAY_NATIVE` forbids it.
-    """
+    """The hook's module, built where necessary. Raises NativeError if it cannot be built or loaded, or
+    `SPILLWAY_NATIVE` forbids it."""
     if not wanted(HOOK):
         raise NativeError(f"SPILLWAY_NATIVE={os.environ['SPILLWAY_NATIVE']} says so.")
     library = build(HOOK)

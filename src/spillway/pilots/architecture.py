@@ -15,15 +15,14 @@ import ast
 import inspect
 import re
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any, Final, cast, final
 
 import numpy as np
 import numpy.typing as npt
 
-from spillway.pilots.idioms import nine_vectors
-from spillway.pilots.paths import BaseType, Floats, Numbers, OpSignature, ParameterStorage, PathOp, ResolvedPath, Sample
+from spillway.pilots.paths import BaseType, Numbers, OpSignature, ParameterStorage, PathOp, ResolvedPath
 from spillway.units import format_bytes
 
 MOST_WAYS: Final = 4
@@ -32,16 +31,10 @@ MOST_WAYS: Final = 4
 
 @final
 class Architecture:
-    """What a network was seen to do, everything numbered from 0 in the order in which it was first seen.
-
-    Arguments:
-        network: The name of the network.
-        base: What it is built of.
-    """
+    """What a network was seen to do, everything numbered from 0 in the order in which it was first seen."""
 
     def __init__(self, network: str, base: BaseType) -> None:
         self.network = network
-        """The name of the network."""
         self.base = base
         """What it is built of."""
         self.ops: list[PathOp] = []
@@ -164,23 +157,6 @@ class Architecture:
             order.append(key)
             key = self._after[key]
         return order
-
-    def matrix(self, samples: Iterable[Sample]) -> Floats:
-        """[ops + decision rows, 9] The paper's architecture feature matrix: a row for every op in the order of the
-        program, on what it computed in the first of the samples in which it ran, and a row of zeros where paths part
-        (section IV-A)."""
-        ran: dict[int, int] = {}
-        for sample in samples:
-            for key, signature in zip(sample.path.keys.tolist(), sample.signatures.tolist(), strict=True):
-                ran.setdefault(key, signature)
-        vectors, parting = nine_vectors(self.signatures), dict(self.rows())
-        nothing = np.zeros(vectors.shape[1], np.float32)
-        found = [nothing] if -1 in parting else []
-        for key in self.in_order():
-            if key in ran:
-                found.append(vectors[ran[key]])
-                found += [nothing] * (key in parting)
-        return np.array(found, np.float32).reshape(-1, vectors.shape[1])
 
     def rows(self) -> Iterator[tuple[int, list[int]]]:
         """The ops after which paths part, -1 for the beginning, and the numbers of what was seen to run next."""

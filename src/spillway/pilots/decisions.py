@@ -51,7 +51,6 @@ class DecisionPilot(AbstractPilot):
     follows thresholds that move from step to step.
 
     Arguments:
-        program: Of the network.
         width: Of both hidden layers.
         seed: Of the weights and of what is drawn from the ring.
     """

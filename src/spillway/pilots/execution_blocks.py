@@ -76,7 +76,6 @@ class Touches:
 
     @property
     def ops(self) -> int:
-        """How many."""
         return len(self.seconds)
 
     def first_and_last(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -302,7 +301,6 @@ class Uses:
     def __init__(self, touches: Touches, cuts: Cuts) -> None:
         starts, storages = touches.starts, touches.storages
         self.blocks = [set(storages[starts[i] : starts[j]].tolist()) for i, j in pairwise(cuts)]
-        """The storages of each."""
         self._nbytes: list[Bytes] = touches.nbytes.tolist()
         self._uses: dict[int, list[int]] = {}  # the last first
         for number in reversed(range(len(self.blocks))):
@@ -314,7 +312,6 @@ class Uses:
         return self.blocks[number + 1] if number + 1 < len(self.blocks) else set()
 
     def nbytes(self, storages: Iterable[int]) -> Bytes:
-        """Of all of them."""
         return sum([self._nbytes[one] for one in storages])
 
     def last_used(self, free: Iterable[int], number: int, wanted: float = inf) -> list[int]:

@@ -25,12 +25,8 @@ STEADY: Final = np.float32(1e-6)
 
 @final
 class Mlp:
-    """Linear layers with LeakyReLU between them (DyNN-Offload, section V), on features of mean 0 and variance 1.
-
-    Arguments:
-        widths: Features, hidden widths, outputs.
-        seed: Of the weights (He et al. 2015, uniform).
-    """
+    """Linear layers with LeakyReLU between them (DyNN-Offload, section V), on features of mean 0 and variance 1. The
+    `widths` are of features, hidden layers and outputs; weights are drawn as He et al. 2015 do, uniform."""
 
     def __init__(self, widths: Sequence[int], *, seed: int = 0) -> None:
         if len(widths) < 2 or min(widths) < 1:

@@ -71,7 +71,6 @@ class PathOp:
     """What runs at a site; another op there, or one on other parameters, is another `PathOp`."""
 
     site: Site
-    """Where."""
     name: str
     """The operator, `aten.addmm.default`."""
     parameters: tuple[int, ...]
@@ -103,7 +102,6 @@ class ParameterStorage:
     name: str
     """What the model calls it, `encoder.layer.0.weight`."""
     nbytes: Bytes
-    """Its size."""
 
     def __str__(self) -> str:
         return f"{self.name} ({format_bytes(self.nbytes)})"
@@ -126,10 +124,6 @@ class ResolvedPath:
 
     def __len__(self) -> int:
         return len(self.keys)
-
-    def read_by(self, op: int) -> Numbers:
-        """The earlier ops of this path whose results an op uses."""
-        return self.operands[self.starts[op] : self.starts[op + 1]]
 
 
 @final

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Self, final
 
 import numpy as np
 
-from spillway.pilots.paths import Floats, ResolvedPath, Sample, Site
+from spillway.pilots.paths import Floats, ResolvedPath, Sample
 from spillway.pilots.program import Program, Uses
 
 
@@ -27,14 +26,6 @@ class Foresight:
     def of(cls, program: Program, path: ResolvedPath | None) -> Self:
         """Certain of that path; of nothing if there is none."""
         return cls(np.zeros(program.decisions, np.float32) if path is None else program.bits(path), path)
-
-    def sites(self, program: Program) -> Iterator[tuple[Site, float]]:
-        """The sites that are expected more likely than not, in program order, with their probabilities."""
-        likely = [1.0, *self.probabilities.tolist(), *[0.0] * (program.decisions - len(self.probabilities))]
-        for key in program.order:
-            probability = likely[program.part[key]]
-            if probability > 0.5:
-                yield program.architecture.ops[key].site, probability
 
     def uses(self, program: Program) -> Uses:
         """The groups of parameters that will be used, in the order of their use."""

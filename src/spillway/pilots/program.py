@@ -65,7 +65,6 @@ class Program:
         self.version += 1
         architecture = self.architecture
         self.order = order
-        """The ops in program order."""
         self.rank = np.zeros(max(len(architecture.ops), 1), np.int32)
         """[ops] Where each op stands in that order."""
         self.rank[order] = np.arange(len(order))
@@ -94,9 +93,7 @@ class Program:
                 used.setdefault(parameter, []).append(len(runs) - 1)
         numbers: dict[tuple[int, ...], Group] = {}
         self.group_of = {parameter: numbers.setdefault(tuple(users), len(numbers)) for parameter, users in used.items()}
-        """The group of every parameter."""
         self.nbytes: list[Bytes] = [0] * len(numbers)
-        """Of every group."""
         for parameter, group in self.group_of.items():
             self.nbytes[group] += self.architecture.parameters[parameter].nbytes
         self.groups_of_op = {

@@ -53,7 +53,6 @@ class Standing:
     """How a pilot has done."""
 
     pilot: str
-    """Its name."""
     score: Seconds = 0.0
     """Stalls that it would have spared in a step, decayed: `DECAY`."""
     spared_seconds: Seconds = 0.0
@@ -61,11 +60,9 @@ class Standing:
     recent: float = 0.0
     """Share of steps that were as expected, decayed likewise."""
     steps: int = 0
-    """Steps that it was judged in."""
     exact: int = 0
     """Those in which all decisions were as it had expected when the step began."""
     acted: int = 0
-    """Those in which it acted."""
 
     @property
     def hit_rate(self) -> float:
@@ -89,7 +86,6 @@ class Record:
     misprediction_seconds: Seconds = 0.0
     """What they cost together."""
     last: deque[Misprediction] = field(default_factory=lambda: deque(maxlen=LISTED))
-    """The last of them."""
 
 
 def modelled_seconds(architecture: Architecture, device: Device) -> NDArray[np.float64]:
@@ -112,7 +108,6 @@ class Referee:
     the step took (`prefetching`). The first of the pilots is the floor: it acts until another is better.
 
     Arguments:
-        program: Of the network.
         pilots: Program order in front.
         device: How fast groups come in.
         room: For parameters in use, there and on their way.
@@ -130,7 +125,6 @@ class Referee:
         self.standings = {pilot.name: Standing(pilot=pilot.name) for pilot in pilots}
         """By name, the floor in front."""
         self.record = Record()
-        """Of all steps."""
         self._version = -1
         self._copying: list[Seconds] = []
 
@@ -158,18 +152,8 @@ class Referee:
             "misprediction_seconds": record.misprediction_seconds, "last": [asdict(one) for one in record.last],
         }  # fmt: skip
 
-    def foresee(self, sample: Sample, asked: int = 0) -> Foresight | None:
-        """What who acts expects (`AbstractPilot.foresee`); None if nobody acts."""
-        acting = self.acting
-        return None if acting is None else acting.foresee(sample, asked)
-
     def learn(self, sample: Sample, seconds: NDArray[np.float64]) -> None:
-        """Judge a step that ran, then have every pilot learn it.
-
-        Arguments:
-            sample: The step.
-            seconds: [ops] What each op of its path took.
-        """
+        """Judge a step that ran, then have every pilot learn it. `seconds` [ops] is what each op of its path took."""
         self.program.follow()
         acting = self.acting
         forward, ranks = self._forward(sample, seconds)

@@ -48,7 +48,6 @@ class RecordedSamples:
     architecture: Architecture
     """What the samples' numbers mean."""
     samples: tuple[Sample, ...]
-    """Every step."""
     facts: Mapping[str, Any]
     """How they were recorded, such as the seed and the options: what JSON can hold."""
 

@@ -48,7 +48,6 @@ class Frequency(AbstractPilot):
         self._steps = np.float32(0)
 
     def foresee(self, sample: Sample, asked: int = 0) -> Foresight:
-        """Those frequencies."""
         found = np.zeros(self.program.decisions, np.float32)
         if self._steps:
             found[: len(self._sums)] = self._sums / self._steps
@@ -80,7 +79,6 @@ class LastOfSize(AbstractPilot):
         return Foresight.of(self.program, self._by_size.get(sample.sizes, self._last))
 
     def learn(self, sample: Sample) -> None:
-        """Remember it for its sizes."""
         self.program.follow()
         self._last = self._by_size[sample.sizes] = sample.path
         self._by_size.move_to_end(sample.sizes)

@@ -91,22 +91,19 @@ class PublishedPilot(AbstractPilot):
     It learns ahead of the run alone (`fit`), as published; `learn` records paths and mispredictions.
 
     Arguments:
-        program: Of the network.
         allowed: Device memory, of which a block may touch half.
         width: Of both hidden layers.
-        cache: Whether a path that was mispredicted is what the same prediction means from then on (section IV-E).
         seed: Of the weights.
     """
 
     name = "published"
 
-    def __init__(
-        self, program: Program, *, allowed: Bytes, width: int = 512, cache: bool = True, seed: int = 0
-    ) -> None:
+    def __init__(self, program: Program, *, allowed: Bytes, width: int = 512, seed: int = 0) -> None:
         self.program = program
         self.allowed = allowed
         self.width = width
-        self.cache = cache
+        self.cache = True
+        """Whether a path that was mispredicted is what the same prediction means from then on (section IV-E)."""
         self.mlps: dict[BaseType, Mlp] = {}
         """One a base type, once it has learned."""
         self.cached = 0
@@ -249,10 +246,8 @@ class PublishedPilot(AbstractPilot):
     @classmethod
     def of_arrays(cls, program: Program, arrays: Mapping[str, Floats], settings: Mapping[str, int]) -> Self:
         """The pilot that `arrays` and `settings` are of. Raises ValueError if they do not fit the program."""
-        made = cls(
-            program, allowed=settings.get("allowed", 0), width=settings.get("width", 0),
-            cache=bool(settings.get("cache", 1)),
-        )  # fmt: skip
+        made = cls(program, allowed=settings.get("allowed", 0), width=settings.get("width", 0))
+        made.cache = bool(settings.get("cache", 1))
         made.mlps = {base: Mlp.of_arrays(base.value, arrays) for base in BaseType if f"{base.value}.layer0" in arrays}
         outputs, lacking = BLOCKS * TEN, np.zeros(0, np.float32)
         made._mean, made._deviation = arrays.get("mean", lacking), arrays.get("deviation", lacking)

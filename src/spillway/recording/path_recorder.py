@@ -119,9 +119,8 @@ class ForwardRecorder:
         models: What runs.
         dynamism: What of it embeds a sample.
 
-    Raises:
-        UsageError: The models have no module of that name.
-        ValueError: The architecture knows a parameter of that name with another size.
+    Raises UsageError if the models have no module of that name, and ValueError if the architecture knows a parameter of
+    that name with another size.
     """
 
     def __init__(self, architecture: Architecture, models: Sequence[torch.nn.Module], dynamism: Dynamism) -> None:
@@ -298,11 +297,8 @@ class PathRecorder:
         self._steps = 0
 
     def sample(self, batch: Any, *, update: bool = True) -> Sample:
-        """One step of the network, and what it did.
-
-        Arguments:
-            update: Whether the backward and the optimizers run after the forward.
-        """
+        """One step of the network, and what it did; with `update` the backward and the optimizers run after the
+        forward."""
         recorder = self._recorder
         with recorder.watching(), arriving(self._handle):
             loss = self._workload.loss(self._workload.model, batch)

@@ -292,12 +292,9 @@ class Recorder:
         present: Sequence[tuple[Storage, bool]],
         newer_than: Callable[[int], Sequence[Storage]],
     ) -> Around:
-        """What writes ops down that handlers of an engine run, with `inner` around them; the step begins now.
-
-        Arguments:
-            present: The storages that there are, and whether each is left over from an earlier step.
-            newer_than: Those that the engine has met since one of that number.
-        """
+        """What writes ops down that handlers of an engine run, with `inner` around them; the step begins now. Of the
+        storages that are `present` it is said whether each is left over from an earlier step; `newer_than` gives those
+        that the engine has met since one of that number."""
         self._newer_than, self._newest = newer_than, max((one.number for one, _ in present), default=-1)
         self._guarded(lambda: self._begin_among(present))
 

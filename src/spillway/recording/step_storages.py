@@ -54,7 +54,6 @@ class Ledger:
         self.entries: list[Entry] = []
         """The storages of the step, by number."""
         self.values: list[Value] = []
-        """Its values, by id."""
         self.now = 0
         """How many ops of the step have run."""
         self.running = False

@@ -52,21 +52,12 @@ def record(
     timed_steps: int = 0,
     facts: Mapping[str, Any] | None = None,
 ) -> Recorded:
-    """Record one training step of a workload, on its first batch.
+    """Record one training step of a workload, or of what a function builds, as `spillway.record` says.
 
-    The steps are the ones that would run anyway, bit for bit, and nothing about the model is changed besides: hooks are
-    global and gone afterwards. Step `warm_up` (from 0) is the one that is recorded; the first step of an optimizer
-    creates its state, so by default it is the second one.
+    Nothing about the model is changed: hooks are global and gone afterwards. `facts` are what is to be known about the
+    recording besides.
 
-    Arguments:
-        workload: A workload, or a function that builds one. `fake` takes a function, so that no byte is ever there.
-        fake: On tensors without content: any size, in no memory; ops have no seconds.
-        warm_up: Steps that run before.
-        timed_steps: Steps that run afterwards; an op's seconds are the median over it and those that made the same ops.
-        facts: What is to be known about the recording besides.
-
-    Raises:
-        UsageError: A workload without batches; a built one with `fake`; a step that fake tensors cannot tell.
+    Raises UsageError for a workload without batches, a built one with `fake`, or a step that fake tensors cannot tell.
     """
     if not fake:
         built = workload if not callable(workload) else workload()
@@ -95,7 +86,6 @@ def record_step(
 
     Arguments:
         models: Whose parameters, buffers and modules are known by name.
-        optimizers: Whose state is known.
         batch: The tensors that are the step's input, in any nest of lists, tuples and mappings.
         measured: Whether the seconds mean anything; on fake tensors they do not.
     """

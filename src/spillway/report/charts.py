@@ -63,7 +63,6 @@ class Tick:
     """A mark on an axis."""
 
     at: float
-    """Its coordinate."""
     text: str
     """What stands beside it."""
 
@@ -132,7 +131,6 @@ class Column:
     """Neighbouring ops that share a column of pixels."""
 
     first: int
-    """The first op."""
     last: int
     """The last op; the number of ops stands for what came after the last one."""
     fullest: int

@@ -68,7 +68,6 @@ def check_drawing(what: str = "a comparison", without: str = "--output and --png
     """Raise UsageError where matplotlib is not installed.
 
     Arguments:
-        what: What is to be drawn.
         without: What leaves the drawing out, and what then needs nothing.
     """
     if find_spec("matplotlib") is None:
@@ -92,7 +91,6 @@ def svg_of(draw: Callable[[], Figure], colours: Iterable[Colour], *, name: str =
     Texts are taken as they are: names may stand in them that look like formulas or like HTML.
 
     Arguments:
-        draw: Makes the picture.
         name: Tells its elements from those of other pictures of the page.
         told: What it shows, for who cannot see it.
     """

@@ -25,7 +25,6 @@ class Holder:
 
     nbytes: Bytes
     storages: int
-    """How many."""
     kind: str
     """What they are for; several kinds where they are taken together."""
     module: str
@@ -37,7 +36,6 @@ class Holder:
 
     @property
     def told(self) -> str:
-        """In one line."""
         made = " ".join(part for part in (self.op, self.line and f"at {self.line}") if part)
         return f"{format_bytes(self.nbytes)} {self.kind} of {self.module}{f': {made}' if made else ''}"
 
@@ -52,7 +50,6 @@ class AtPeak:
     name: str
     """The op's name; empty where nobody noted it."""
     nbytes: Bytes
-    """All together."""
     by_module: list[Holder]
     """From the largest."""
     by_origin: list[Holder]

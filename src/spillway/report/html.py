@@ -39,7 +39,6 @@ def write_report(
         header: As in a run file: `budget_bytes`, `method`, versions, machine. Where they are known also
             `start_rss_bytes`, the resident set without what the budget counts; `rss_above_start_bytes`, the highest
             one above that; and `plain_peak_bytes`, the peak of the same steps without a budget.
-        steps: What every step did.
         timelines: Of some steps, or none: those are drawn.
         foresight: What a referee of pilots tells (`Referee.told`).
         blocks: What blocks held in the step with the highest peak, of a session of the block engine.
@@ -107,7 +106,6 @@ def _fact(value: Any) -> str:
 
 
 def _picture(timeline: Timeline) -> dict[str, Any]:
-    """Of one timeline."""
     plain = timeline.plain_peak()
     drawn, lanes = charts.draw(timeline, plain), charts.draw_lanes(timeline)
     return {

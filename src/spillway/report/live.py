@@ -43,11 +43,7 @@ def shown() -> LiveLine | LiveView:
 @final
 class LiveView:
     """Shows the latest steps in a notebook, below the cell that trains: the peak of each against the budget, and what
-    was dropped and what was moved. Where a front end shows text alone, that is the line of the latest step.
-
-    Arguments:
-        steps: Those there have been.
-    """
+    was dropped and what was moved. Where a front end shows text alone, that is the line of the latest step."""
 
     def __init__(self, steps: Iterable[StepReport] = ()) -> None:
         self._steps = deque(steps, SHOWN)
@@ -57,7 +53,6 @@ class LiveView:
         self._stale = False
 
     def update(self, report: StepReport) -> None:
-        """Show this step."""
         self._steps.append(report)
         self._stale = True
         if time.monotonic() - self._drawn >= REDRAW:
@@ -107,7 +102,6 @@ class LiveLine:
         self._drawn = -REFRESH
 
     def update(self, report: StepReport) -> None:
-        """Show this step."""
         self._latest = report
         now = time.monotonic()
         if self._console.is_terminal and now - self._drawn >= REFRESH:

@@ -25,11 +25,8 @@ _MOST_AT_A_TIME: Final = 100
 
 
 def write_trace(path: str | os.PathLike[str], header: Mapping[str, Any], timelines: Sequence[Timeline]) -> int:
-    """Write the trace of all timelines with spans; returns the number of events. OSError where the system refuses.
-
-    Arguments:
-        header: As in a run file; it goes along as `otherData`.
-    """
+    """Write the trace of all timelines with spans; returns the number of events. OSError where the system refuses. The
+    `header` of a run file goes along as `otherData`."""
     document = trace(header, timelines)
     Path(path).write_text(json.dumps(document, separators=(",", ":")), encoding="utf-8")
     return len(document["traceEvents"])

@@ -29,10 +29,8 @@ class AutoSession:
     Without a budget there is nothing to plan, and the tensor engine keeps account until one is named.
 
     Args:
-        models: That are trained.
         blocks: Opens a session of the block engine under that many bytes.
         storages: Opens one of the tensor engine.
-        allowed: The budget in bytes.
     """
 
     def __init__(
@@ -57,7 +55,6 @@ class AutoSession:
 
     @property
     def budget(self) -> Bytes | None:
-        """See `Session.budget`."""
         return self._now.budget
 
     @budget.setter
@@ -77,11 +74,9 @@ class AutoSession:
         return getattr(self._now, name)
 
     def step(self, batch: Any = None) -> AbstractContextManager[Session]:
-        """See `Session.step`."""
         return self._for(batch).step(batch)
 
     def begin(self, batch: Any = None) -> None:
-        """See `Session.begin`."""
         self._for(batch).begin(batch)
 
     def __enter__(self) -> Self:

@@ -71,12 +71,8 @@ class Before:
 
     @_unseen()
     def remember(self, *, large: bool = True) -> None:
-        """A step begins.
-
-        Args:
-            large: Whether there is room for copies of large storages. What changes in these cannot be put back
-                otherwise, and a refusal says so.
-        """
+        """A step begins. `large` says whether there is room for copies of large storages; what changes in these cannot
+        be put back otherwise, and a refusal says so."""
         self._held = [(module._buffers, dict(module._buffers.items())) for module in self._model.modules()]
         self._parameters = [(one, _version(one)) for one in self._model.parameters()]
         self._locations, self._others = [], []
@@ -138,7 +134,6 @@ class Before:
         return f"The buffer {lost[0]!r} could not be put back: there is no copy of it." if lost else ""
 
     def _restore(self, location: _Location) -> bool:
-        """Whether the buffer is as it was."""
         key, buffer, storage = location.storage._cdata, location.buffer, location.storage
         if key in self._constant:
             fine = torch.equal(fingerprint(bytes_over(storage), {}), self._constant[key][2])

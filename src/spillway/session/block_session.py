@@ -163,16 +163,10 @@ class BlockSession(Session):
     The blocks are found in the first forward inside a step, which runs once more for that, unless they are named.
 
     Args:
-        models: One.
-        allowed: The budget in bytes.
-        method: Decides.
         traces: Whether the peak of every step is measured; otherwise of those of which something is to be learned.
         pinned: For a model on CUDA: the most host memory that is pinned for what is moved.
-        spill: Where bytes wait that have left.
-        blocks: What the user has said of the model.
 
-    Raises:
-        ModelError: More than one model, or one that a block engine cannot have.
+    Raises ModelError for more than one model, or one that a block engine cannot have.
     """
 
     _planner: AbstractBlockMethod | None = None
@@ -323,7 +317,6 @@ class BlockSession(Session):
 
     @property
     def explanation(self) -> tuple[str, ...]:
-        """See `Session.explanation`."""
         if self._engine is None or self._planner is None:
             return ()
         told = self._planner.explained([report.block for report in self._engine.reports])

@@ -52,11 +52,7 @@ _NOTHING: Final = np.zeros(0, np.int32)
 
 @final
 class ForeseenSteps:
-    """See NOTE [A foreseen step].
-
-    Arguments:
-        policy: What the engine asks.
-    """
+    """See NOTE [A foreseen step]."""
 
     def __init__(
         self,

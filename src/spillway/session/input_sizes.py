@@ -71,11 +71,8 @@ class SizeReader:
         self.columns = NO_COLUMNS
 
     def dimensions(self, batch: Any) -> Shape:
-        """What is to be kept of an input, so that its size can be read again when other numbers count.
-
-        Raises:
-            UsageError: The batch has no tensors, or the user's own size is not a positive number or several.
-        """
+        """What is to be kept of an input, so that its size can be read again when other numbers count. Raises
+        UsageError if the batch has no tensors, or the user's own size is not a positive number or several."""
         if self._size_of is not None:
             return _checked(self._size_of(batch))
         shapes = [shape_of(leaf) for leaf in leaves(batch) if isinstance(leaf, torch.Tensor)]

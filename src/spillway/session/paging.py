@@ -61,19 +61,14 @@ class _Left:
 
 @final
 class Paging:
-    """The tensor engine under a block session. See NOTE [Paged].
-
-    Args:
-        engine: On the budget of the session.
-        base_rss: What the process takes beside tensors, if freed memory is to be returned.
-    """
+    """The tensor engine under a block session. See NOTE [Paged]. `base_rss` is what the process takes beside tensors,
+    if freed memory is to be returned."""
 
     def __init__(self, engine: TensorEngine, base_rss: Bytes | None) -> None:
         self.engine = engine
         self._base_rss = base_rss
         self._sizes: dict[Like, _Left] = {}
         self._back: dict[Like, _Left] = {}
-        """Those that have come back."""
         self._calls = Calls()
         self._running = False
         self._nameless: Bytes = 0
@@ -119,12 +114,8 @@ class Paging:
         return self._back[size].missed if size in self._back else 0
 
     def guards(self, trace: AbstractTrace, start: Bytes) -> bool:
-        """Whether what a step takes above the budget is lent from here on, see NOTE [Lent].
-
-        Args:
-            trace: Of the step, not yet marked.
-            start: What was there when it began.
-        """
+        """Whether what a step takes above the budget is lent from here on, see NOTE [Lent]. Its trace is not yet
+        marked; `start` is what was there when it began."""
         return trace.guard(self.engine.budget.allowed - start, self.engine.backend.unwatched)
 
     def lent(self, named: Named) -> Bytes:
@@ -141,12 +132,8 @@ class Paging:
         return size in self._sizes
 
     def wanted(self, size: Like, named: Bytes) -> bool:
-        """Whether a step has to be paged from its begin; otherwise everything is back.
-
-        Args:
-            size: Of its input, and its signature.
-            named: Bytes of what is known by name.
-        """
+        """Whether a step of this size and signature has to be paged from its begin; otherwise everything is back.
+        `named` are the bytes of what is known by name."""
         controller, budget = self.engine.controller, self.engine.budget
         if size in self._sizes or (controller.away and named > budget.allowed):
             return True
@@ -169,9 +156,8 @@ class Paging:
             nameless: Bytes that the step has made until now.
             shut: Called where the step is lost.
 
-        Raises:
-            SessionError: A step of another session is running.
-            BudgetInfeasible: What cannot leave is more than the budget.
+        Raises SessionError if a step of another session is running, and BudgetInfeasible if what cannot leave is more
+        than the budget.
         """
         engine = self.engine
         self._calls = Calls()

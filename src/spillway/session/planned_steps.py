@@ -1,14 +1,4 @@
-"""Which steps of a session are recorded, planned and followed, where its method is a planner.
-
-NOTE [From a policy to a plan]. Steps are told apart by the signature of their batch, and by what trains and how.
-
- 1. The first runs as it is: the optimizer's state comes to be.
- 2. The next is recorded while storages move as room gets short, and a plan is made when it is over: for the budget, for
-    the seconds that its ops took, and for the link as copies have shown it to be.
- 3. From then on the plan is followed. A step that turns out to be another is finished as room gets short, and the one
-    after it recorded anew, at most `MOST_RECORDINGS` times.
- 4. Where there is no plan, steps run as before there was one, and a warning says so once.
-"""
+"""Which steps of a session are recorded, planned and followed, where its method is a planner (`docs/methods.md`)."""
 
 from __future__ import annotations
 
@@ -72,11 +62,7 @@ class _OpClock:
 
 @final
 class PlannedSteps:
-    """See NOTE [From a policy to a plan].
-
-    Arguments:
-        policy: What the engine asks.
-    """
+    """Has every step recorded, planned for, or left to follow its plan."""
 
     def __init__(
         self,

@@ -66,11 +66,8 @@ Connection = tuple[str, int, str, int]
 
 @final
 class Agreement:
-    """Ranks whose second runs of blocks gather parameters, so that all have to run the same blocks again.
-
-    Args:
-        part: A module that `fully_shard` gathers.
-    """
+    """Ranks whose second runs of blocks gather parameters, so that all have to run the same blocks again. `part` is a
+    module that `fully_shard` gathers."""
 
     def __init__(self, part: torch.nn.Module) -> None:
         given: Any = next(one for one in part.parameters() if is_distributed(one))

@@ -94,7 +94,6 @@ class TensorSession(Session):
 
     @property
     def foresight(self) -> dict[str, Any] | None:
-        """See `Session.foresight`."""
         return self._plans.told() if isinstance(self._plans, ForeseenSteps) else None
 
     def _call_began(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -152,11 +151,8 @@ class TensorSession(Session):
     # ------------------------------------------------------------------ for _Step
 
     def _check_no_nccl(self) -> None:
-        """What NCCL has under way is ordered by streams, which was never tried here.
-
-        Raises:
-            SessionError: Collectives might run on a CUDA device.
-        """
+        """What NCCL has under way is ordered by streams, which was never tried here. Raises SessionError if collectives
+        might run on a CUDA device."""
         if self._engine.backend.device.type != "cpu" and process_groups():
             raise SessionError(
                 f"A process group of {torch.distributed.get_world_size()} is initialised, and on a CUDA device what "

@@ -113,7 +113,6 @@ class Pass:
     missing: set[int]
     """Parameters that had no gradient then, by id."""
     ended: dict[int, HeldCall] = field(default_factory=dict)
-    """Calls that have, by number."""
     holds: dict[int, Bytes] = field(default_factory=dict)
     """What each of them holds above what recomputing it would leave."""
     revocable: dict[int, HeldCall] = field(default_factory=dict)
@@ -197,7 +196,6 @@ class StepWatch:
     """Told at every seam (`engines.blocks.block_engine.Observer`).
 
     Args:
-        engine: Whose blocks run.
         meter: Read at every seam.
         base: What it read when the step began.
         trace: Of the whole step, begun and marked once; None if this step is not traced.
@@ -495,8 +493,7 @@ class StepWatch:
             needs: Of its update.
             told: Whether that is sure. Otherwise every op of the update is watched, where that can begin here.
 
-        Raises:
-            BudgetInfeasible: What came before it took more than is allowed, or the optimizer will.
+        Raises BudgetInfeasible if what came before it took more than is allowed, or the optimizer will.
         """
         self._budget.claim(0)
         peak, level = self._budget.peak - COARSE, self._taken() - COARSE
@@ -804,7 +801,6 @@ class _Measured:
     """Reads the samples of one pass out of its marks.
 
     Args:
-        one: The pass.
         marks: From the beginning of its forward on.
         windows: Of the trace, from mark to mark.
         over: When it was over.
@@ -843,7 +839,6 @@ class _Measured:
         return found
 
     def samples(self) -> tuple[StepSample, list[BlockSample]]:
-        """Of the step and of all blocks."""
         one = self._pass
         back = min(self._reached.values())
         turn = max(at for at, mark in enumerate(self._marks) if mark.kind == "ended")

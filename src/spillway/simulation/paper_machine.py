@@ -81,7 +81,6 @@ class Sheet:
         self.read_until: Seconds = 0.0  # by copies out
 
     def leave(self) -> None:
-        """Free the bytes."""
         token, self.token = self.token, None
         self._allocator.free(token)
 
@@ -143,7 +142,6 @@ class Lanes:
 
     @property
     def measured(self) -> bool:
-        """Whether there were any."""
         return self._bytes_moved > 0
 
 
@@ -152,9 +150,7 @@ class PaperMachine:
     """Carries out on sheets what the controller decides.
 
     Arguments:
-        device: How fast copies are.
         allocator: What device memory is taken from.
-        tier: Where moved bytes wait.
         most_recomputing: Seconds of recomputing in one step after which it is given up.
         overlaps: Whether copies beside ops take nothing from them; the methods are told so.
     """

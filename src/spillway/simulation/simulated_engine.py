@@ -88,7 +88,6 @@ class Simulation:
     hidden_seconds: Seconds
     """Of the time that copies took, the part in which compute did not wait."""
     dropped_bytes: Bytes
-    """Bytes dropped, to be recomputed."""
     bytes_out_beside: Bytes
     """Of the bytes out, those whose copy began while ops ran."""
     bytes_in_beside: Bytes
@@ -96,9 +95,7 @@ class Simulation:
     end_bytes: Bytes
     """Bytes resident when the step ended."""
     drops: int
-    """Storages dropped."""
     moves: int
-    """Storages moved."""
     refusals: dict[str, int]
     """Proposals that were refused, by reason."""
     remark: str = ""
@@ -113,27 +110,21 @@ class Simulation:
 def simulate(
     step: Step, *, allowed: Bytes, method: AbstractPolicy | AbstractPlanner | Plan, device: Device,
     allocator: str = "exact", limit: Bytes | None = None, tier: Tier = "host", steps: int = 2,
-    thrash: float = THRASH, escaped: Collection[StorageId] = (), overlaps: bool | None = None,
+    thrash: float = THRASH, escaped: Collection[StorageId] = (),
 ) -> Simulation:  # fmt: skip
-    """Run a recorded step under a budget, on paper; the figures of the last of `steps` repetitions.
+    """Run a recorded step, whose ops have seconds, under a budget in bytes, on paper (`spillway.simulate`).
 
     Arguments:
-        step: Its ops have seconds.
-        allowed: The budget in bytes; `UNLIMITED` for none.
         method: A policy; or a plan for the step, or what makes one, which `Planned` follows.
         device: How fast copies are, and what watching costs. A step that fits is not watched, unless a
             plan has something leave all the same.
-        allocator: One of `ALLOCATORS`; what device memory is taken from.
-        limit: Device memory in bytes; what does not fit ends the step as `oom`. None for no end of it.
-        tier: Where moved bytes wait, "host" or "disk".
+        limit: Device memory in bytes; what does not fit ends the step as `oom`.
         steps: A policy that looks back, as DELTA's prefetcher does, knows nothing in the first.
         thrash: Ends the step when recomputing has taken so many times its plain seconds.
         escaped: Storages whose address somebody holds: they stay.
-        overlaps: Whether methods are told that copies beside ops take nothing from them; None for what the device says.
 
-    Raises:
-        UsageError: An op has no seconds, or an argument makes no sense.
-        BudgetInfeasible: A planner has no plan for so little.
+    Raises UsageError if an op has no seconds, or an argument makes no sense, and BudgetInfeasible if a planner has no
+    plan for so little.
     """
     plain, from_host = step_seconds(step), 0
     if isinstance(method, AbstractPlanner):
@@ -146,7 +137,7 @@ def simulate(
         allocator_named(allocator, limit),
         tier=tier,
         most_recomputing=thrash * plain,
-        overlaps=device.overlaps if overlaps is None else overlaps,
+        overlaps=device.overlaps,
     )
     watched = policy.follows or step.plain_peak() > allowed  # else it costs half as much, which is not on paper
     controller = Controller(machine, policy, allowed)
@@ -227,7 +218,6 @@ class Attention(NamedTuple):
     """What compute waits for Spillway itself."""
 
     op: Seconds = 0.0
-    """For every op."""
     root: float = 0.0
     """For every op besides, times the square root of its seconds."""
     storage: Seconds = 0.0
@@ -237,11 +227,9 @@ class Attention(NamedTuple):
 
     @classmethod
     def of(cls, device: Device) -> Attention:
-        """As the device has it."""
         return cls(device.watch_seconds, device.watch_root, device.handling_seconds, device.question_seconds)
 
     def around(self, op: Op) -> Seconds:
-        """For one op."""
         return self.op + self.root * sqrt(op.seconds or 0.0)
 
 

@@ -42,9 +42,7 @@ class SweepProblem:
     """A step whose ops have seconds, on a device."""
 
     step: Step
-    """The step."""
     workload: str
-    """What it is the step of."""
     device: Device
     """How fast copies are, and ops unless they were measured."""
     costs: str
@@ -76,13 +74,11 @@ class Row:
     method: str
     """The name on the command line."""
     budget_bytes: Bytes
-    """The budget."""
     status: Status
     """`ok`; `oom` if it does not fit, or no plan was found; `thrash` if more was recomputed than is worth it."""
     overhead: float | None = None
     """Seconds over those of the plain step."""
     seconds: Seconds | None = None
-    """Of the step."""
     peak_bytes: Bytes | None = None
     """Most bytes resident at once, by account."""
     bytes_out: Bytes | None = None
@@ -111,9 +107,7 @@ class Bound:
     """The seconds that a step takes at least under a budget, if nothing is moved."""
 
     budget_bytes: Bytes
-    """The budget."""
     seconds: Seconds
-    """The bound."""
     kind: Literal["cut", "plain"]
     """What has to run again behind one op, or the plain step's seconds where that says no more."""
     why: str = ""
@@ -128,7 +122,6 @@ class Failure:
     method: str | None
     """None for a bound."""
     budget_bytes: Bytes
-    """The budget."""
     why: str
     """A whole sentence."""
 
@@ -143,7 +136,6 @@ class Comparison:
     """Everything that was found out, complete or not."""
 
     problem: SweepProblem
-    """What was compared."""
     methods: Sequence[str]
     """In the order in which they were asked for."""
     budgets: Sequence[Bytes]
@@ -249,8 +241,7 @@ def compare(
         bounds: Whether there are any.
         processes: As many as there are processors if None; with 1, this one.
 
-    Raises:
-        UsageError: An argument makes no sense.
+    Raises UsageError if an argument makes no sense.
     """
     if not plan_seconds > 0 or (processes is not None and processes < 1):
         raise UsageError(
@@ -281,7 +272,6 @@ class Cell:
     method: str | None
     """None for the bound."""
     budget_bytes: Bytes
-    """The budget."""
 
 
 def work_out(problem: SweepProblem, plan_seconds: Seconds, cell: Cell) -> Row | Bound:

@@ -25,7 +25,6 @@ class Row:
     method: str | None
     """None for the plain run."""
     steps: int
-    """How many were done."""
     peak_bytes: Bytes | None
     """Highest peak by our account; None if nobody kept account."""
     peak_rss_bytes: Bytes
@@ -57,7 +56,6 @@ class Row:
     first_difference: int | str | None
     """The first step whose loss differs, or `FINAL_STATE`; None if nothing differs or nothing was compared."""
     losses: list[float]
-    """Of every step."""
 
     def to_json(self) -> dict[str, Any]:
         """The row as JSON can hold it; what only a refused run has is null."""

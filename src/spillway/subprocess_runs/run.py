@@ -53,7 +53,6 @@ class StepDone:
     seconds: Seconds
     """Wall-clock time of the step, with what the session does around it."""
     loss: float
-    """The step's loss."""
     report: StepReport | None
     """What the session measured; None in a plain run."""
 
@@ -79,7 +78,6 @@ class RunResult:
 
     @property
     def seconds(self) -> list[Seconds]:
-        """Of every step."""
         return [step.seconds for step in self.steps]
 
 
@@ -89,18 +87,13 @@ class Listener:
     """Who hears of a run while it runs."""
 
     step: Callable[[StepDone], None]
-    """Called after every step."""
     output: Callable[[str], None]
     """Called, from another thread, with every line that the process prints."""
 
 
 def run(request: RunRequest, listener: Listener) -> RunResult:
-    """Run what is asked for in a fresh process with one thread.
-
-    Raises:
-        BudgetInfeasible: A step cannot run under the budget.
-        SpillwayError: Whatever else kept the run from its end, in one sentence.
-    """
+    """Run what is asked for in a fresh process with one thread. Raises BudgetInfeasible if a step cannot run under the
+    budget, and SpillwayError for whatever else kept the run from its end, in one sentence."""
     steps: list[StepDone] = []
     with talking("spillway.subprocess_runs.child:main", request, listener.output) as talk:
         while True:

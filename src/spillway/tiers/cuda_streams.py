@@ -60,9 +60,7 @@ class LaneTimes:
     """What the device was busy with since it was asked last, each in the order in which it was told to."""
 
     out: list[Timed] = field(default_factory=list)
-    """Copies out."""
     back: list[Timed] = field(default_factory=list)
-    """Copies in."""
     stall: list[Timed] = field(default_factory=list)
     """The compute stream waiting for either."""
 
@@ -348,7 +346,6 @@ class CudaStreams:
         torch.cuda.empty_cache()
 
     def capturing(self) -> bool:
-        """On the current stream."""
         return bool(torch.cuda.is_current_stream_capturing())
 
 

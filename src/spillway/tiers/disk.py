@@ -123,11 +123,8 @@ class DiskTier:
         return self._spill.descriptor
 
     def write(self, address: int, nbytes: Bytes) -> Slot:
-        """Copy `nbytes` at `address` into a slot.
-
-        Raises:
-            SpillFullError: The file system has no room; nothing has changed.
-        """
+        """Copy `nbytes` at `address` into a slot. Raises SpillFullError if the file system has no room; nothing has
+        changed."""
         slot = self._reserve(nbytes)
         try:
             self._fill(slot, address)
@@ -138,12 +135,8 @@ class DiskTier:
 
     def start_write(self, address: int, nbytes: Bytes) -> Slot:
         """The slot that a worker copies `nbytes` at `address` into; they have to stay there until it is `written`.
-
-        Raises:
-            SpillFullError: The file cannot be made longer.
-            SpillBusyError: The workers have enough to do.
-            SpillError: The system gives no thread.
-        """
+        Raises SpillFullError if the file cannot be made longer, SpillBusyError if the workers have enough to do, and
+        SpillError if the system gives no thread."""
         self._check_queue(nbytes)
         slot = self._reserve(nbytes)
         try:
@@ -158,21 +151,15 @@ class DiskTier:
         return slot.writing is None or slot.writing.done()
 
     def finish_write(self, slot: Slot) -> None:
-        """Wait for the worker.
-
-        Raises:
-            SpillFullError: The file system had no room for the bytes; the slot is good for nothing.
-        """
+        """Wait for the worker. Raises SpillFullError if the file system had no room for the bytes; the slot is good for
+        nothing."""
         if slot.writing is not None:
             slot.writing.result()
             slot.writing = None  # only now: who asks again after a failure must not be told that all is well
 
     def read(self, slot: Slot, address: int) -> bool:
-        """Copy a slot to `address`; whether the slot still holds the same content as what was read.
-
-        Raises:
-            SpillCorruptedError: The file's bytes are not those that were written.
-        """
+        """Copy a slot to `address`; whether the slot still holds the same content as what was read. Raises
+        SpillCorruptedError if the file's bytes are not those that were written."""
         began, mapped = time.perf_counter(), self.mapped(slot)
         unchanged = slot.generation == self.generation or not written_in_place(mapped.buffer, mapped.start, slot.nbytes)
         if unchanged:
@@ -187,12 +174,8 @@ class DiskTier:
         return unchanged
 
     def start_read(self, slot: Slot, address: int) -> Future[bool]:
-        """Let a worker do what `read` does.
-
-        Raises:
-            SpillBusyError: The workers have enough to do.
-            SpillError: The system gives no thread.
-        """
+        """Let a worker do what `read` does. Raises SpillBusyError if the workers have enough to do, and SpillError if
+        the system gives no thread."""
         self._check_queue(slot.nbytes)
         return self._submit(self.read, slot, address)
 
@@ -246,11 +229,7 @@ class DiskTier:
 
     def start_workers(self) -> None:
         """Start the threads now and not with the first copy: Python waits for ever for a thread that starts when there
-        is no memory left.
-
-        Raises:
-            SpillError: The system gives no thread.
-        """
+        is no memory left. Raises SpillError if the system gives no thread."""
         self._pool()
 
     def _pool(self) -> ThreadPoolExecutor:

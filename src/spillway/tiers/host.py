@@ -67,7 +67,6 @@ class Hole:
 
     @property
     def nbytes(self) -> Bytes:
-        """Its size."""
         return self.end - self.offset
 
 
@@ -143,14 +142,10 @@ class Block:
     offset: Bytes
     """Where it begins in its slab."""
     slab: _Slab = field(repr=False)
-    """The slab."""
 
     def keep_for(self, owner: object) -> Callable[[], object]:
-        """Keep the memory for as long as `owner` lives, whatever becomes of the block and the pool.
-
-        Returns:
-            What undoes that.
-        """
+        """Keep the memory for as long as `owner` lives, whatever becomes of the block and the pool. Returns what undoes
+        that."""
         keeping = weakref.finalize(owner, lambda slab: None, self.slab)
         keeping.atexit = False
         return keeping.detach
@@ -184,7 +179,6 @@ class HostPool:
 
     @property
     def pinned(self) -> Bytes:
-        """Bytes that are pinned now."""
         return sum(slab.extents.nbytes for slab in self._slabs)
 
     @property
@@ -198,9 +192,8 @@ class HostPool:
         In order of what it costs: a hole, one that the device is done with, one more slab; with `wait` also a hole that
         the host waits for, and a slab in place of empty ones.
 
-        Raises:
-            SpillFullError: The host budget does not hold them, or the system pins no more; with `wait` empty slabs may
-                have gone back.
+        Raises SpillFullError if the host budget does not hold them, or the system pins no more; with `wait` empty slabs
+        may have gone back.
         """
         capacity = -(-max(nbytes, 1) // ALIGNMENT) * ALIGNMENT
         found = self._find(capacity)

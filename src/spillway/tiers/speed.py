@@ -59,12 +59,8 @@ def tier_speed(directory: Path, nbytes: Bytes = SAMPLE) -> Speed:
 
 
 def disk_speed(directory: Path, nbytes: Bytes = SAMPLE) -> Speed:
-    """What the disk sustains: writing until everything is on it, reading what the page cache has forgotten.
-
-    Raises:
-        SpillFullError: There is no room for `nbytes`.
-        SpillError: The system refuses for another reason.
-    """
+    """What the disk sustains: writing until everything is on it, reading what the page cache has forgotten. Raises
+    SpillFullError if there is no room for `nbytes`, and SpillError if the system refuses for another reason."""
     piece = memoryview(os.urandom(PAGE) * (PIECE // PAGE))
     with _told(directory, nbytes), tempfile.TemporaryFile(dir=directory, buffering=0) as file:
         began, moved = time.perf_counter(), 0

@@ -45,8 +45,7 @@ class SpillFile:
         io: How bytes go: past the page cache only where that was asked for and the file system can.
         note: Why that is not what was asked for; empty if it is.
 
-    Raises:
-        SpillDirectoryError: It cannot be made there.
+    Raises SpillDirectoryError if it cannot be made there.
     """
 
     def __init__(self, directory: Path, io: SpillIO = "buffered") -> None:
@@ -78,11 +77,7 @@ class SpillFile:
             _write_all(self._direct, offset + begin, memoryview(buffer)[:whole])
 
     def read(self, offset: Bytes, address: int, nbytes: Bytes) -> None:
-        """Copy bytes out of the file.
-
-        Raises:
-            SpillCorruptedError: It ends before them.
-        """
+        """Copy bytes out of the file. Raises SpillCorruptedError if it ends before them."""
         if self.io == "buffered":
             _read_all(self.descriptor, offset, memory_at(address, nbytes), nbytes)
             return

@@ -84,8 +84,7 @@ class Lanes(Protocol):
     def start_out(self, transfer: Transfer) -> None:
         """Begin to copy; where that cannot be done beside the ops, the bytes are out afterwards.
 
-        Raises:
-            SpillFullError: There is no room; nothing has changed.
+        Raises SpillFullError if there is no room; nothing has changed.
         """
 
     def sender_let_go(self) -> None:
@@ -95,12 +94,8 @@ class Lanes(Protocol):
         """Afterwards the source may be freed. Raises the error with which the copy ended."""
 
     def start_in(self, transfer: Transfer) -> Any:
-        """Begin a copy in beside the ops; what it is known by.
-
-        Raises:
-            SpillError: It cannot be done now.
-            RuntimeError: There is no memory for it.
-        """
+        """Begin a copy in beside the ops; what it is known by. Raises SpillError if it cannot be done now, and
+        RuntimeError if there is no memory for it."""
 
     def finish_in(self, transfer: Transfer, arrival: Any) -> Storage:
         """The bytes, in a storage of their own that ops may read. Makes the whole copy if `arrival` is None."""
@@ -142,7 +137,6 @@ class SpilledStorage:
 
     @property
     def nbytes(self) -> Bytes:
-        """Bytes of the storage."""
         return self._transfer.nbytes
 
     @property
@@ -166,7 +160,6 @@ class SpilledStorage:
         return self._transfer.arrival is not None
 
     def load(self) -> Storage:
-        """The bytes."""
         return self._store.load(self._transfer)
 
     def start_in(self) -> None:
@@ -184,16 +177,11 @@ class SpilledStorage:
 
 @final
 class Store:
-    """Sends storages away and brings them back.
+    """Sends storages away and brings them back."""
 
-    Args:
-        lanes: How.
-        write_behind: Bytes that may still be leaving, and so are resident, when a block has ended. None: those of one
-            block.
-    """
-
-    def __init__(self, lanes: Lanes, write_behind: Bytes | None = None) -> None:
-        self.write_behind = write_behind
+    def __init__(self, lanes: Lanes) -> None:
+        self.write_behind: Bytes | None = None
+        """Bytes that may still be leaving, and so are resident, when a block has ended; None for those of one block."""
         self.full = False
         """Whether there was no room, and whoever sends does without: nothing is taken any more."""
         self.when_full: Callable[[], bool] = lambda: False
@@ -235,11 +223,8 @@ class Store:
         return sum(transfer.nbytes for transfer in tuple(self._arrivals) if transfer.arrival is not None)
 
     def begin_block(self) -> None:
-        """A block is about to send what it holds.
-
-        Raises:
-            SpillFullError: An earlier block's bytes found no room; they are where they were.
-        """
+        """A block is about to send what it holds. Raises SpillFullError if an earlier block's bytes found no room; they
+        are where they were."""
         self._reap()
         if self.write_behind is None:
             self.finish_out()
@@ -276,7 +261,6 @@ class Store:
         return SpilledStorage(transfer, self)
 
     def load(self, transfer: Transfer) -> Storage:
-        """The bytes of a transfer."""
         source = transfer.source  # once: a worker may let go of it at any moment
         if source is not None:
             return source
@@ -328,7 +312,6 @@ class Store:
         self._reap()
 
     def begin_step(self) -> None:
-        """A forward begins."""
         self._reap()
         self._lanes.begin_step()
         self._before = self.bytes_out, self.bytes_in
@@ -400,7 +383,6 @@ class DiskLanes:
     """The spill file, for tensors on the CPU.
 
     Args:
-        tier: The file.
         when_freed: Told by a worker that freed a storage whose bytes were out.
     """
 
@@ -413,7 +395,6 @@ class DiskLanes:
         """What is out and its sender may hold: a weak reference, its address and bytes."""
 
     def takes(self, tensor: torch.Tensor) -> bool:
-        """Tensors on the CPU."""
         return tensor.device.type == "cpu"
 
     def start_out(self, transfer: Transfer) -> None:
@@ -557,12 +538,8 @@ class HostCopy:
 
 @final
 class HostTier:
-    """Copies between the device and the pool, in an order that neither the host nor the allocator can upset.
-
-    Arguments:
-        streams: On which they run beside the compute stream.
-        pool: Where bytes wait.
-    """
+    """Copies between the device and the pool where bytes wait, in an order that neither the host nor the allocator can
+    upset."""
 
     def __init__(self, streams: Streams, pool: HostPool) -> None:
         self.streams, self.pool = streams, pool
@@ -604,7 +581,6 @@ class HostLanes:
         self._unwanted: list[_Arrival] = []
 
     def takes(self, tensor: torch.Tensor) -> bool:
-        """Tensors on the device."""
         return tensor.device == self.streams.device
 
     def start_out(self, transfer: Transfer) -> None:

@@ -56,11 +56,7 @@ def loss(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def build(seed: int = 0, *, width: int = 64, layers: int = 200, batch: int = 512) -> Workload:
-    """The deep narrow network with SGD and momentum.
-
-    Args:
-        batch: Windows of `width` bytes in a batch.
-    """
+    """The deep narrow network with SGD and momentum; a batch has `batch` windows of `width` bytes."""
     seed_everything(seed)
     # Scaled so that the sum over all layers stays as large as what came in, however many there are.
     stack = [Layer(width, layers**-0.5) for _ in range(layers)]

@@ -34,8 +34,7 @@ def get(name_or_file: str, *, seed: int = 0, **options: object) -> Workload:
     a `Workload`. While its file is loaded and while it runs, the file's folder is on the path for imports, as it is for
     a script.
 
-    Raises:
-        WorkloadError: There is no such name, file or function, or what it gave is not a workload.
+    Raises WorkloadError if there is no such name, file or function, or what it gave is not a workload.
     """
     if name_or_file in WORKLOADS:
         return _built(WORKLOADS[name_or_file], name_or_file, seed, options)
@@ -113,11 +112,8 @@ def _check_takes(build: Callable[..., object], name: str, given: Sequence[str]) 
 
 @contextmanager
 def told(what: str) -> Iterator[None]:
-    """What a workload's own code raises within is told in one sentence, as verbs of the command line want it.
-
-    Raises:
-        WorkloadError: From what was raised, and with the place where it was.
-    """
+    """What a workload's own code raises within is told in one sentence, as verbs of the command line want it. Raises
+    WorkloadError from what was raised, with the place where it was."""
     try:
         yield
     except SpillwayError:

@@ -40,7 +40,6 @@ class _Published:
     config: str
     """The class of its configuration in transformers."""
     model: str
-    """The class of the model."""
     settings: Mapping[str, Any]
     """What differs from the configuration's defaults."""
     depth: tuple[str, ...]

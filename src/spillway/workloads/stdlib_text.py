@@ -37,10 +37,7 @@ def root() -> Path:
 @cache
 def source_files() -> tuple[Path, ...]:
     """The Python files of the standard library, tests and installed packages left out, in the order of their names.
-
-    Raises:
-        WorkloadError: This interpreter comes without the source of its standard library.
-    """
+    Raises WorkloadError if this interpreter comes without the source of its standard library."""
     found: list[Path] = []
     for folder, folders, files in os.walk(root()):
         folders[:] = [name for name in folders if name not in _SKIPPED]

@@ -40,11 +40,8 @@ class Workload:
     """Of a network whose forward differs from sample to sample."""
 
     def train_step(self, batch: Batch) -> Tensor:
-        """One plain step: forward, backward, optimizers; the gradients are gone afterwards.
-
-        Returns:
-            The loss before the step, detached.
-        """
+        """One plain step: forward, backward, optimizers; the gradients are gone afterwards. Returns the loss before it,
+        detached."""
         loss = self.loss(self.model, batch)
         loss.backward()  # type: ignore[no-untyped-call]
         for optimizer in self.optimizers:

@@ -27,7 +27,6 @@ class Arithmetic(NamedTuple):
     encode: Encode
     """As `encode`; the last argument may be used up."""
     decode: Decode
-    """As `decode`."""
 
 
 def encode(values: Tensor, levels: int, rounding: Tensor) -> tuple[Tensor, Tensor, Tensor]:

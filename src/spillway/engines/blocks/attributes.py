@@ -76,7 +76,6 @@ class _Mode:
     """Those of them whose tensors are written to."""
     stable: tuple[_Stable, ...] = ()
     tensors: tuple[tuple[Tensor, Attribute], ...] = ()
-    """Stable tensors."""
     sizes: tuple[tuple[Any, int, Attribute], ...] = ()
     """Stable containers, and how many items they have."""
 

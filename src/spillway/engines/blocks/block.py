@@ -22,8 +22,6 @@ class Block:
     """A module whose calls are watched.
 
     Attributes:
-        name: Its name in the model.
-        forward: What a call of it calls.
         compiled: Whether it or a part of it is compiled.
         scripted: Whether a part of it is run by TorchScript, whose kernels depend on how often it has run.
         calls: How many calls there were since the model's forward began.
@@ -117,7 +115,7 @@ class CallReport:
     recompute_seconds: Seconds = 0.0
     rehearsed_bytes: Bytes | None = None
     """What its first forward left where it has two (`BlockEngine.rehearses`), without the result; 0 where the data
-    filter removes that (`methods/mimose/data_filter.py`); None where it had one forward."""
+    filter removes that (`data_filter.py`); None where it had one forward."""
     kept_because: str = ""
     """Why the block cannot run again, a clause; empty if it can."""
 

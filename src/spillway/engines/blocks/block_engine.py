@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from os import PathLike
 from types import TracebackType
-from typing import Any, Final, Literal, Protocol, TypeAlias, final
+from typing import Any, Final, Protocol, TypeAlias, final
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ from spillway.engines.blocks.compiled_blocks import (
 )
 from spillway.engines.blocks.compress import Compressor
 from spillway.engines.blocks.containers import rebuilt, tensors
+from spillway.engines.blocks.data_filter import ModuleCall, valid_calls
 from spillway.engines.blocks.discovery import named
 from spillway.engines.blocks.extra_forward import Seen, undone, without_locals
 from spillway.engines.blocks.groups import Group, Grouped, by_sequential, first_children
@@ -41,7 +42,6 @@ from spillway.internals.interrupts import by_signal
 from spillway.internals.machine_memory import usable_memory
 from spillway.internals.private import heard, unheard_by_modes
 from spillway.methods.actions import USUAL, Action, ActionOptions
-from spillway.methods.mimose.data_filter import ModuleCall, valid_calls
 from spillway.tiers.cuda_streams import CudaStreams
 from spillway.tiers.disk import DiskTier
 from spillway.tiers.host import HostPool
@@ -90,18 +90,14 @@ class HeldCall:
         """Goes on to change."""
 
     def revoke(self) -> Bytes:
-        """As `BlockEngine.revoke`."""
         with self._lock:
             call = self._call()
             return call.revoke() if call is not None else 0
 
     def send_input(self) -> Bytes:
         """Let what it would be recomputed on wait elsewhere, if it holds nothing else, nobody else holds that, and
-        other calls have sent something there; how many bytes begin to leave.
-
-        Raises:
-            SpillFullError: There was no room for an earlier block's bytes; they are where they were.
-        """
+        other calls have sent something there; how many bytes begin to leave. Raises SpillFullError if there was no room
+        for an earlier block's bytes; they are where they were."""
         with self._lock:
             call = self._call()
             return call.send_input() if call is not None else 0
@@ -180,28 +176,20 @@ class BlockEngine:
 
     Args:
         model: On one device. Copies of it, by `deepcopy` or pickle, are plain.
-        blocks: Names of modules.
         actions: By (block, call) or as a function of both; what is not named is kept. May be set at any time, and
             counts from the next call on.
         generators: Random streams that blocks draw from, beside the global ones of Python, NumPy and torch. Those that
             are attributes of modules are found.
-        check: What a second run has to have in common with the first, tensor by tensor: shapes and dtypes, and on the
-            CPU some elements of the last ones; or all values, by fingerprints.
         spill_directory: Where offloaded bytes wait; the file is made when the first do.
         spill_io: Through the page cache or past it, as for `spillway.manage`.
         host_budget: For models on CUDA, whose offloaded bytes wait in pinned host memory: the most that is pinned, in
             bytes, as "6GiB" or as a share of the memory that this process may use.
-        read_ahead: Bytes that a backward may have read before it wants them. By default those of the block that it
-            will want next; 0 for none. `BlockEngine.read_ahead` may be set at any time.
-        write_behind: Bytes that may still be on their way out, and so are resident, when a block has ended. By
-            default those of one block; 0 for none. `BlockEngine.write_behind` may be set at any time.
         lossy: Allows the actions that quantize: gradients are then other than plain PyTorch's.
         options: How actions are carried out, by action. May be set at any time, and counts from the next call on.
-        rounding_seed: Of the chance by which elements are rounded, a stream of its own.
 
     Raises:
-        UsageError: `check` is neither, nothing can be compiled here, or an action is lossy and that is not allowed; the
-            latter also by a forward, where `actions` is a function.
+        UsageError: Nothing can be compiled here, or an action is lossy and that is not allowed; the latter also by a
+            forward, where `actions` is a function.
         ModelError: No blocks, a name that is none, the model's own checkpointing is on, or it is compiled.
     """
 
@@ -219,19 +207,13 @@ class BlockEngine:
         *,
         actions: Actions | None = None,
         generators: Iterable[Generator] = (),
-        check: Literal["shapes", "values"] = "shapes",
         spill_directory: str | PathLike[str] | None = None,
         spill_io: SpillIO = "buffered",
         host_budget: Bytes | str = "50%",
-        read_ahead: Bytes | None = None,
-        write_behind: Bytes | None = None,
         lossy: bool = False,
         options: Mapping[Action, ActionOptions] = USUAL,
-        rounding_seed: int = 0,
     ) -> None:
         check_runs_once(model)
-        if check not in ("shapes", "values"):
-            raise UsageError(f'check is "shapes" or "values", not {check!r}.')
         chosen = named(model, blocks)
         groups = {name: block for name, block in chosen.items() if isinstance(block, Group)}
         self._modules = {name: block.module if isinstance(block, Group) else block for name, block in chosen.items()}
@@ -243,10 +225,7 @@ class BlockEngine:
         """Told of every storage that a thread of the engine's frees, by that thread."""
         where = partial(_open_store, _device_of(model), spill_directory, spill_io)
         open_store = partial(where, parse_budget(host_budget, usable_memory()), self.when_freed)
-        self._runtime = BlockRuntime(
-            environment_of(model, generators), open_store, read_ahead, write_behind,
-            compressor=Compressor(rounding_seed), checks_values=check == "values",
-        )  # fmt: skip
+        self._runtime = BlockRuntime(environment_of(model, generators), open_store, Compressor())
         self.options = options
         self._reports: list[CallReport] = []
         self._beginning: tuple[Block, CallReport]
@@ -282,12 +261,8 @@ class BlockEngine:
 
     @property
     def actions(self) -> Actions:
-        """By (block, call), or as a function of both.
-
-        Raises:
-            ModelError: When set: one of them is for a block that is not there.
-            UsageError: When set: one of them is lossy, and that is not allowed.
-        """
+        """By (block, call), or as a function of both. Raises, when set, ModelError if one of them is for a block that
+        is not there, and UsageError if one is lossy and that is not allowed."""
         return self._actions
 
     @actions.setter
@@ -304,11 +279,8 @@ class BlockEngine:
 
     @property
     def options(self) -> Mapping[Action, ActionOptions]:
-        """How actions are carried out.
-
-        Raises:
-            UsageError: When set: something is to be compiled, and nothing can be compiled here.
-        """
+        """How actions are carried out. Raises UsageError, when set, if something is to be compiled and nothing can be
+        compiled here."""
         return self._options
 
     @options.setter
@@ -369,11 +341,8 @@ class BlockEngine:
         return store.sent, store.bytes_out, store.bytes_in, store.room_seconds, store.data_seconds
 
     def wait_out(self, nbytes: Bytes) -> None:
-        """Wait until so many of the bytes that are leaving have left, or all.
-
-        Raises:
-            SpillFullError: There was no room for them.
-        """
+        """Wait until so many of the bytes that are leaving have left, or all. Raises SpillFullError if there was no
+        room for them."""
         if self._runtime.store is not None:
             self._runtime.store.finish_out(max(self.leaving_bytes - nbytes, 0))
 
@@ -382,11 +351,8 @@ class BlockEngine:
         return (0.0, 0.0) if self._runtime.store is None else self._runtime.store.rates()
 
     def settle(self) -> None:
-        """Wait until what is offloaded has left.
-
-        Raises:
-            SpillFullError: There was no room for it; it is where it was.
-        """
+        """Wait until what is offloaded has left. Raises SpillFullError if there was no room for it; it is where it
+        was."""
         if self._runtime.store is not None:
             self._runtime.store.settle()
 
@@ -433,7 +399,6 @@ class BlockEngine:
         return report.block, report.call
 
     def call(self, number: int) -> HeldCall:
-        """A call, by its number."""
         return HeldCall(self._runtime, self._calls[self.unit(number)], self._reports[number])
 
     def revoke(self, block: str, call: int = 0) -> Bytes:
@@ -634,7 +599,6 @@ class BlockEngine:
         self._reports[-1].kept_because = _CHECKPOINTED
 
     def _begun(self, block: Block) -> CallReport:
-        """Of the next call of a block."""
         call, block.calls = block.calls, block.calls + 1
         if callable(self.actions):
             action = self.actions(block.name, call)

@@ -38,7 +38,7 @@ from spillway.engines.blocks.block import Block, CallReport, collectives_begun
 from spillway.engines.blocks.compiled_blocks import CompiledHook
 from spillway.engines.blocks.compress import Compressor
 from spillway.engines.blocks.containers import freeze, tensors, thaw
-from spillway.engines.blocks.fingerprints import first_changed, remember, remember_some
+from spillway.engines.blocks.fingerprints import first_changed, remember_some
 from spillway.engines.blocks.functorch_hooks import Packing
 from spillway.engines.blocks.hook import Hook
 from spillway.engines.blocks.iterators import CannotCopyError
@@ -76,36 +76,21 @@ Hooks: TypeAlias = tuple[Callable[..., Any], Callable[..., Any]]
 
 @final
 class BlockRuntime:
-    """Knows, for every thread, which call is running and which is running again.
+    """Knows, for every thread, which call is running and which is running again. The environment is read at the
+    beginning of each call; the spill file is opened when something is to wait there for the first time."""
 
-    Args:
-        environment: Read at the beginning of each call.
-        open_store: Opens the spill file, when something is to wait there for the first time.
-        checks_values: Whether values that a second run brings back are compared with those of the first.
-        ahead: Bytes that may be read before the backward asks for them; None for those of one block.
-        behind: Bytes that may still be leaving when a block has ended; None for those of one block.
-        compressor: Quantizes what blocks saved.
-    """
-
-    def __init__(
-        self,
-        environment: Environment,
-        open_store: Callable[[], Store],
-        ahead: Bytes | None,
-        behind: Bytes | None,
-        *,
-        compressor: Compressor,
-        checks_values: bool,
-    ) -> None:
+    def __init__(self, environment: Environment, open_store: Callable[[], Store], compressor: Compressor) -> None:
         self.environment = environment
-        self.checks_values = checks_values
         self.compressor = compressor
         self.lock = threading.RLock()
         """One second run at a time: it changes random streams and modules for a while."""
         renew_in_children(self, "lock")
         self.removed: tuple[Hook | CompiledHook, ...] = ()
         """Hooks of an engine that was closed."""
-        self.ahead, self.behind = ahead, behind
+        self.ahead: Bytes | None = None
+        """Bytes that may be read before the backward asks for them; None for those of one block."""
+        self.behind: Bytes | None = None
+        """Bytes that may still be leaving when a block has ended; None for those of one block."""
         self.store: Store | None = None
         self.when_full: Callable[[], bool] = lambda: False
         """See `Store.when_full`."""
@@ -526,9 +511,7 @@ class BlockCall:
 
     def _let_go(self) -> None:
         self.selection = None
-        if self.runtime.checks_values and not self.inexact:
-            remember(self._living())
-        elif not self.inexact:
+        if not self.inexact:
             remember_some(self._living(), {frozen.key for frozen in self.arguments()})
         for saved in self._living():
             saved.let_go()
@@ -541,12 +524,8 @@ class BlockCall:
     # ----------------------------------------------------------------------------------------------- bringing back
 
     def unpack(self, saved: SavedTensor) -> Tensor:
-        """A saved tensor, for autograd.
-
-        Raises:
-            RuntimeError: The tensor was written to since it was saved.
-            RecomputeError: The block cannot run again as it ran.
-        """
+        """A saved tensor, for autograd. Raises RuntimeError if the tensor was written to since it was saved, and
+        RecomputeError if the block cannot run again as it ran."""
         saved.check()
         if self.ended:
             self._judge()
@@ -619,11 +598,8 @@ class BlockCall:
             self.recompute()
 
     def recompute(self) -> None:
-        """Run the block again, and give what it saved and what still lives its bytes.
-
-        Raises:
-            RecomputeError: It cannot run as it ran, or did not.
-        """
+        """Run the block again, and give what it saved and what still lives its bytes. Raises RecomputeError if it
+        cannot run as it ran, or did not."""
         check_unchanged(self)
         began = time.perf_counter()
         args, kwargs = thaw(self.frozen)
@@ -751,11 +727,7 @@ def detached(tensor: Tensor) -> Tensor:
 
 
 def check_unchanged(call: BlockCall) -> None:
-    """Before a second run.
-
-    Raises:
-        RecomputeError: What the first ran on has been written to.
-    """
+    """Before a second run. Raises RecomputeError if what the first ran on has been written to."""
     if call.frozen is None:
         raise EngineError(f"The arguments of {call.name} are gone.")
     moved = next((i for i, one in enumerate(call.arguments()) if one.moved_on and not one.copied), None)
@@ -824,16 +796,12 @@ class Replay:
         return self._call.runtime.pass_through(args, kwargs, block, holds=self._call.differentiates)
 
     def verify(self) -> None:
-        """After the run.
-
-        Raises:
-            RecomputeError: It was not the same as the first.
-        """
+        """After the run. Raises RecomputeError if it was not the same as the first."""
         if self._error is not None:
             raise self._error
         if self._saved != len(self._call.saved):
             self._fail(f"autograd saved {self._saved} tensors, and {len(self._call.saved)} in the first run")
-        number = first_changed(self._call.saved, whole=self._call.runtime.checks_values)
+        number = first_changed(self._call.saved)
         if number is not None:
             saved = cast("SavedTensor", self._call.saved[number]())
             self._fail(f"saved tensor {number}, {saved.looks}, holds other values")
@@ -858,11 +826,8 @@ class Replay:
 
 @final
 class Passing:
-    """A run from which nothing is wanted: blocks inside are no calls.
-
-    Args:
-        holds: What is saved is held as long as the run lasts, for a backward in it.
-    """
+    """A run from which nothing is wanted: blocks inside are no calls. With `holds` what is saved is held as long as the
+    run lasts, for a backward in it."""
 
     def __init__(self, *, holds: bool = False) -> None:
         self._holds = holds

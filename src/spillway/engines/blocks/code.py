@@ -53,7 +53,6 @@ class Names(NamedTuple):
     """What a function names, and what is defined in it."""
 
     globals: frozenset[str]
-    """Globals that it reads."""
     read: frozenset[str]
     """Globals, attributes, and strings that may be names of them."""
     written: frozenset[str]

@@ -39,7 +39,6 @@ class CompiledHook:
         return vars(self.module).get(_NAME) is not self._mine
 
     def install(self) -> None:
-        """Stand there."""
         vars(self.module)[_NAME] = self._mine
 
     def remove(self) -> None:
@@ -73,11 +72,8 @@ def hook_for(module: nn.Module, instead: Callable[..., Any], owner: Bypassed) ->
 
 
 def check_compiled(model: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
-    """Blocks may be compiled, and parts of them; what they are parts of may not.
-
-    Raises:
-        ModelError: A compiled module has blocks inside.
-    """
+    """Blocks may be compiled, and parts of them; what they are parts of may not. Raises ModelError if a compiled module
+    has blocks inside."""
     chosen = {module: name for name, module in blocks.items()}
     for name, module in model.named_modules():
         inside = (chosen[part] for part in module.modules() if part is not module and part in chosen)
@@ -96,11 +92,7 @@ def passes_by(compiled: str, block: str) -> str:
 
 
 def check_still(hook: Hook | CompiledHook, name: str) -> None:
-    """A block is as it was when it was managed.
-
-    Raises:
-        ModelError: It was compiled since.
-    """
+    """A block is as it was when it was managed. Raises ModelError if it was compiled since."""
     if hook.replaced if isinstance(hook, CompiledHook) else vars(hook.module).get(_NAME) is not None:
         raise ModelError(
             f"{name} was compiled after it had been managed, and so would pass its actions by; close the engine, "

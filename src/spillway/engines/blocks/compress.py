@@ -33,6 +33,8 @@ from spillway.methods.actions import ActionOptions
 from spillway.tiers.transfer import SpilledStorage, Storage, Store
 from spillway.units import Bytes
 
+SEED: Final = 0
+"""Of the chance by which elements are rounded, a stream of its own."""
 FEW: Final = 64
 
 
@@ -120,14 +122,9 @@ class _Known(NamedTuple):
 
 @final
 class Compressor:
-    """Compresses storages, each once.
+    """Compresses storages, each once. As many steps of the same model are the same again."""
 
-    Args:
-        seed: Of the chance by which elements are rounded. As many steps of the same model are the same again.
-    """
-
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
+    def __init__(self) -> None:
         self._generators: dict[torch.device, torch.Generator] = {}
         self._known: dict[int, _Known] = {}
         """By the address of the storage, which is nobody else's as long as the weak reference is there."""
@@ -138,7 +135,6 @@ class Compressor:
         """The whole storage behind a plain strided tensor in fewer bytes, and what that takes in addition.
 
         Args:
-            tensor: Says how the bytes are to be read.
             options: How it is quantized; None if its bits may not change.
 
         Returns:
@@ -181,5 +177,5 @@ class Compressor:
 
     def _generator(self, device: torch.device) -> torch.Generator:
         if device not in self._generators:
-            self._generators[device] = torch.Generator(device).manual_seed(self._seed)
+            self._generators[device] = torch.Generator(device).manual_seed(SEED)
         return self._generators[device]

@@ -30,8 +30,7 @@ def freeze(value: Any, make: Callable[[Tensor], FrozenTensor]) -> Any:
     defines, such as the caches of transformers. Random streams and iterators are copied. Modules, functions,
     configurations and whatever has no `__dict__` are shared.
 
-    Raises:
-        CannotCopyError: More than `MOST_OBJECTS` objects can be reached, or a generator.
+    Raises CannotCopyError if more than `MOST_OBJECTS` objects can be reached, or a generator.
     """
     return _Walk(Tensor, make).rebuilt(value)
 
@@ -43,10 +42,7 @@ def thaw(value: Any) -> Any:
 
 def rebuilt(value: Any, leaf: Callable[[Any], Any], kind: type = Tensor) -> Any:
     """The same structure with `leaf(x)` for every x of a kind, and copies of all containers as `freeze` makes them.
-
-    Raises:
-        CannotCopyError: As `freeze` does.
-    """
+    Raises CannotCopyError as `freeze` does."""
     return _Walk(kind, leaf).rebuilt(value)
 
 

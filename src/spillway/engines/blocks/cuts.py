@@ -324,7 +324,6 @@ class _Chain:
             yield size
 
     def runs(self, places: range) -> list[_Run]:
-        """Of a group."""
         return [
             _Run(set().union(*(call.inside[place].saved for place in places)), call.inside[places[0]].taken)
             for call in self._calls

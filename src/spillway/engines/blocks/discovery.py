@@ -42,7 +42,6 @@ class Watch:
     """How often the modules of a model were called in a forward, and what autograd saved in each.
 
     Args:
-        model: Whose modules are watched.
         keeps: Whether what autograd saves is held for a backward; otherwise it is let go at once, and whoever wants it
             in the forward meets `BackwardInside`.
 
@@ -186,8 +185,7 @@ def discover(model: nn.Module, forward: Callable[[], object], *, keeps: bool = T
         forward: Runs the model once, with gradients.
         keeps: As for `Watch`.
 
-    Raises:
-        NoBlocksError: The model has no blocks.
+    Raises NoBlocksError if the model has no blocks.
     """
     watch = Watch(model, keeps=keeps)
     with watch.watching():
@@ -277,11 +275,8 @@ def _has_children(module: nn.Module) -> bool:
 
 def named(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module | Group]:
     """The blocks that a user names: modules by their names, consecutive children of a `Sequential` by those of the
-    first and the last, such as "features.0-4".
-
-    Raises:
-        ModelError: The model has no module of that name, one stands there twice, or no group can be made there.
-    """
+    first and the last, such as "features.0-4". Raises ModelError if the model has no module of that name, one stands
+    there twice, or no group can be made there."""
     modules: dict[str, nn.Module | Group] = dict(model.named_modules(remove_duplicate=False))
     chosen = {name: modules[name] if name in modules else group_named(model, name) for name in names if name}
     unknown = [name for name in names if chosen.get(name) is None]
@@ -309,8 +304,7 @@ def find_blocks(
     The forward runs under gradients, and what autograd saves in it is let go at once, so that it needs little memory.
     Afterwards all is as it was before (`undone`).
 
-    Raises:
-        NoBlocksError: The model has no blocks, or its arguments cannot be copied.
+    Raises NoBlocksError if the model has no blocks, or its arguments cannot be copied.
     """
 
     def found(*, keeps: bool) -> list[str]:

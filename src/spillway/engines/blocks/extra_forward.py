@@ -61,13 +61,10 @@ def undone(
     Args:
         environment: What the modules read beside their arguments.
         modules: They are put back.
-        args: What they are called with.
-        kwargs: And by name.
         seen: Watches the ops, for whoever wants to know what they left.
 
-    Raises:
-        CannotCopyError: It is called with something that cannot be told from the rest of the program, more can be
-            reached than is looked at, or the forward moves a generator on.
+    Raises CannotCopyError if it is called with something that cannot be told from the rest of the program, more can be
+    reached than is looked at, or the forward moves a generator on.
     """
     modes = *_get_current_dispatch_mode_stack(), *function_modes()
     reach = Reach(reach_of(modules, args, kwargs, *modes))

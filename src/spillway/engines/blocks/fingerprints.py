@@ -6,9 +6,9 @@ changes everywhere shows. One pass near memory speed, and a thousandth of the by
 so do negation, swapped rows and elements that moved; words that swap a multiple of 127 words apart within a group do
 not, nor do signs of float64 that change at an even number of places of a column.
 
-Where values are not compared some elements of the last tensors are, on which most of what a block computes has a say:
-what makes a second run another one (a function that somebody has put in the place of another) is told and not trained
-on. On the CPU alone: a device would have to be waited for.
+Of what a second run saves some elements of the last tensors are compared, on which most of what a block computes has a
+say: what makes it another one (a function that somebody has put in the place of another) is told and not trained on.
+On the CPU alone: a device would have to be waited for.
 """
 
 from __future__ import annotations
@@ -40,12 +40,8 @@ Seen: TypeAlias = dict[tuple[int, int, int, int], Fingerprint]
 
 
 def fingerprint(tensor: Tensor, seen: Seen) -> Fingerprint:
-    """The fingerprint of a strided tensor.
-
-    Args:
-        tensor: Not written to while the fingerprint is made.
-        seen: Fingerprints of tensors that are still alive; views of the same bytes are looked at once.
-    """
+    """The fingerprint of a strided tensor, which nobody writes to meanwhile. Of those that are `seen`, whose tensors
+    are still alive, views of the same bytes are looked at once."""
     with grad_mode(enabled=False):
         dense = _dense(tensor.detach())
         # Not by its address: where every op is watched, whoever asks for that has the storage stay for good.
@@ -91,34 +87,24 @@ def _sums(dense: Tensor) -> Fingerprint:
     return torch.cat(parts)
 
 
-def remember(tensors: Iterable[SavedTensor]) -> None:
-    """Fingerprints of what saved tensors are about to give up, unless somebody has written to it since it was saved."""
-    seen: Seen = {}
-    for saved in tensors:
-        if saved.unwritten and type(saved.value) is Tensor and saved.address() is not None and _is_there(saved.value):
-            saved.fingerprint = fingerprint(saved.value, seen)
-
-
 def remember_some(tensors: Sequence[SavedTensor], given: Set[int | None]) -> None:
-    """The same for some elements of the last few that have a gradient; what the block was given (by the addresses of
-    storages) tells nothing."""
+    """Of the last few saved tensors that have a gradient, some elements, before they are given up; what the block was
+    given (by the addresses of storages) tells nothing."""
     left = SAMPLES
     for saved in reversed(tensors):
         value = saved.value
         told = saved.unwritten and saved.differentiable  # no masks, and nothing that an op leaves unwritten
-        if told and type(value) is Tensor and value.dtype in _TELLING and value.numel() and _is_there(value):
+        # One that `fully_shard` has gathered and let go of again has elements, and no bytes.
+        there = type(value) is Tensor and value.dtype in _TELLING and value.numel() and value.untyped_storage().nbytes()
+        if told and there:
+            assert value is not None
             key = saved.address()
             odd = value.is_nested or value.is_neg() or value.device.type != "cpu"
             if key is not None and key not in given and not odd:
-                saved.fingerprint = _some(value)
+                saved.last_bits = _some(value)
                 left -= 1
                 if not left:
                     return
-
-
-def _is_there(tensor: Tensor) -> bool:
-    """Unlike a parameter that `fully_shard` has gathered and let go of again."""
-    return tensor.untyped_storage().nbytes() > 0 or not tensor.numel()
 
 
 def _some(tensor: Tensor) -> list[int]:
@@ -135,18 +121,12 @@ def _some(tensor: Tensor) -> list[int]:
         return found
 
 
-def first_changed(tensors: Iterable[SavedRef], *, whole: bool) -> int | None:
-    """Number of the first that was brought back with other values than it gave up, as far as they were remembered: the
-    whole of it, or some."""
-    seen: Seen = {}
+def first_changed(tensors: Iterable[SavedRef]) -> int | None:
+    """Number of the first that was brought back with other values than it gave up, as far as they were remembered."""
     for number, reference in enumerate(tensors):
         saved = reference()
-        if saved is None or saved.fingerprint is None or saved.value is None or not saved.recomputed:
+        if saved is None or saved.last_bits is None or saved.value is None or not saved.recomputed:
             continue
-        if whole:
-            same = torch.equal(saved.fingerprint, fingerprint(saved.value, seen))
-        else:
-            same = saved.fingerprint == _some(saved.value)
-        if not same:
+        if saved.last_bits != _some(saved.value):
             return number
     return None

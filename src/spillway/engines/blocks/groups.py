@@ -53,11 +53,8 @@ def group_name(name: str, sequential: nn.Module, first: int, last: int) -> str:
 
 
 def group_named(model: nn.Module, name: str) -> Group | None:
-    """The group that is called so; None if there is none.
-
-    Raises:
-        ModelError: There are such children, and what holds them does more than to run them.
-    """
+    """The group that is called so; None if there is none. Raises ModelError if there are such children, and what holds
+    them does more than to run them."""
     above, _, own = name.rpartition(".")
     sequential = dict(model.named_modules(remove_duplicate=False)).get(above)
     if not isinstance(sequential, nn.Sequential):
@@ -82,12 +79,8 @@ def children_of(module: nn.Module) -> list[nn.Module]:
 
 
 def runs_children(module: nn.Module, *, behind_hook: bool = False) -> bool:
-    """Whether a module is a `Sequential` that runs its children one after the other and does nothing besides.
-
-    Args:
-        module: Any.
-        behind_hook: Whether what a hook of ours stands in front of is looked at, where there is one.
-    """
+    """Whether a module is a `Sequential` that runs its children one after the other and does nothing besides; with
+    `behind_hook` what a hook of ours stands in front of is looked at, where there is one."""
     kind, own = type(module), vars(module).get("forward")
     if behind_hook and isinstance(own, Hook):
         own = own.patched
@@ -104,12 +97,8 @@ def runs_children(module: nn.Module, *, behind_hook: bool = False) -> bool:
 
 @final
 class Grouped:
-    """The forward of a `Sequential` of which groups run as blocks.
-
-    Args:
-        sequential: Whose forward this is; a model may put other children into it at any time.
-        calls: What is called for each group.
-    """
+    """The forward of a `Sequential` of which groups run as blocks. A model may put other children into it at any
+    time."""
 
     def __init__(self, sequential: nn.Sequential, calls: Mapping[Group, Callable[[Any], Any]]) -> None:
         self._sequential = sequential
@@ -142,11 +131,7 @@ def first_children(model: nn.Module, groups: Iterable[Group]) -> Iterator[tuple[
 
 
 def by_sequential(groups: Mapping[str, Group]) -> Iterator[tuple[nn.Sequential, dict[str, Group]]]:
-    """Groups by whose children they are.
-
-    Raises:
-        ModelError: A child is in two of them.
-    """
+    """Groups by whose children they are. Raises ModelError if a child is in two of them."""
     found: dict[nn.Sequential, dict[str, Group]] = defaultdict(dict)
     for name, group in groups.items():
         for other_name, other in found[group.sequential].items():

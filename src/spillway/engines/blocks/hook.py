@@ -59,12 +59,9 @@ class Hook:
     A closure would fail to pickle, and a deep copy of it would run the weights of the original without a word.
 
     Args:
-        module: Whose forward it is.
-        instead: Called in its place.
         owner: Says whether a compiler may leave `instead` out at the moment, as between steps.
 
-    Raises:
-        TypeError: The module has no forward of its own to stand in front of.
+    Raises TypeError if the module has no forward of its own to stand in front of.
     """
 
     def __init__(self, module: nn.Module, instead: Callable[..., Any], owner: Bypassed) -> None:
@@ -99,7 +96,6 @@ class Hook:
         raise AttributeError(name)
 
     def install(self) -> None:
-        """Stand there."""
         vars(self.module)[_NAME] = self
 
     def remove(self) -> None:

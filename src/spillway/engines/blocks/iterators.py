@@ -32,11 +32,8 @@ def is_iterator(value: Any) -> bool:
 
 
 def parts_of(value: Any) -> Parts:
-    """Of an iterator where it stands. Iterators in it are those that it draws from.
-
-    Raises:
-        CannotCopyError: There are iterators that nothing can make again, such as generators.
-    """
+    """Of an iterator where it stands. Iterators in it are those that it draws from. Raises CannotCopyError if there are
+    iterators that nothing can make again, such as generators."""
     try:
         with contextlib.ExitStack() as stack:
             if sys.version_info >= (3, 12):

@@ -51,11 +51,7 @@ class Mark(abc.ABC):
 
 @final
 class Marks:
-    """Makes marks, of each thing one.
-
-    Args:
-        follow: Is told what can be reached from them.
-    """
+    """Makes marks, of each thing one."""
 
     def __init__(self, follow: Callable[[Iterable[Any]], None]) -> None:
         self._follow = follow
@@ -188,15 +184,12 @@ class _Refusing:
         raise CannotCopyError(f"{self._what}, which it moves on, cannot be put back")
 
     def send(self, value: Any) -> Any:
-        """As a generator has it."""
         next(self)
 
     def throw(self, *_: Any) -> Any:
-        """As a generator has it."""
         next(self)
 
     def close(self) -> None:
-        """As a generator has it."""
         next(self)
 
 

@@ -95,7 +95,6 @@ class HeapMeter(AbstractMeter):
         return resident - self._others if resident else None
 
     def close(self) -> None:
-        """Close the descriptor."""
         self._memory.close()
 
 
@@ -110,7 +109,6 @@ class ResidentMeter(AbstractMeter):
         return self._resident_set.read()
 
     def close(self) -> None:
-        """Close the descriptor."""
         self._resident_set.close()
 
 

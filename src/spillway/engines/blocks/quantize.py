@@ -181,7 +181,6 @@ class Quantized(AbstractPacking):
 
     @classmethod
     def of(cls, flat: Tensor, bits: int, generator: torch.Generator | None, arithmetic: Arithmetic) -> Packed | None:
-        """See `pack`."""
         self = cls(flat.dtype, flat.numel(), bits, 0, arithmetic)
         data = torch.empty(self._kept_bytes, dtype=torch.uint8, device=flat.device)
         ranges, codes = self._parts(data)

@@ -64,7 +64,6 @@ class _Silence:
         return not self.over and threading.get_ident() == self._thread and speaker not in _SPEAKS
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """As `logging.Filter` has it."""
         return record.name == "py.warnings" or not self.holds("")
 
 
@@ -76,11 +75,9 @@ class _Muffled:
         self.muffled, self.silence = muffled, silence
 
     def write(self, text: Any) -> Any:
-        """As a file has it."""
         return len(text) if self._drops() else self.muffled.write(text)
 
     def writelines(self, lines: Iterable[Any]) -> None:
-        """As a file has it."""
         if not self._drops():
             self.muffled.writelines(lines)
 

@@ -70,7 +70,6 @@ class _Entry(NamedTuple):
     write: Callable[[Any], None]
     same: Callable[[Any, Any], bool]
     marked: bool = False
-    """Whether there are marks in what it was."""
 
 
 @final
@@ -78,7 +77,6 @@ class Reach:
     """What can be reached from some roots, as it is now.
 
     Args:
-        roots: Where to begin.
         apart: Modules of whose own attributes, parameters and buffers somebody else takes care.
         lasting: Whether this is held beyond the forward: then tensors that hang in a graph are held without it.
         with_bytes: Whether bytes of tensors count, those of parameters and buffers left out, up to `MOST_BYTES`.
@@ -143,12 +141,9 @@ class Reach:
         return f"it writes to a tensor or an array of more than {MOST_BYTES >> 20} MiB" if changed else ""
 
     def restore(self, *, substitute: bool = False) -> None:
-        """Put everything back in place that has changed.
-
-        Args:
-            substitute: Put others in the place of all iterators and caches, also where these have not moved: they are
-                about to be used by a run that is to leave them alone. A generator is replaced by what refuses.
-        """
+        """Put everything back in place that has changed. `substitute` puts others in the place of all iterators and
+        caches, also where these have not moved: they are about to be used by a run that is to leave them alone. A
+        generator is replaced by what refuses."""
         made: dict[Mark, Any] = {}
         for entry in self._entries:
             if (substitute and entry.marked) or not entry.same(entry.was, entry.read()):

@@ -47,7 +47,6 @@ class SpilledTensor(NamedTuple):
         return empty.set_(storage, self.offset, self.size, self.stride)
 
     def fetch(self) -> Tensor:
-        """The tensor."""
         return self.over(self.source.load())
 
 
@@ -181,7 +180,7 @@ class SavedTensor:
         "__weakref__",
         "differentiable",
         "dtype",
-        "fingerprint",
+        "last_bits",
         "owner",
         "pinned",
         "recomputed",
@@ -206,7 +205,7 @@ class SavedTensor:
         self.witness: Any = value if watched else None
         """Tells of writes, as autograd does where there are no hooks but ours. None where there are others."""
         self.version: int = value._version if watched else 0
-        self.fingerprint: Any = None
+        self.last_bits: list[int] | None = None
         """Of the value when it was given up, as far as values are compared."""
 
     @property
@@ -256,11 +255,8 @@ class SavedTensor:
         return f"{str(self.dtype)[6:]} of shape {tuple(self.shape)}"
 
     def check(self) -> None:
-        """As autograd does for what it saves itself.
-
-        Raises:
-            RuntimeError: The tensor was written to in place after it had been saved.
-        """
+        """As autograd does for what it saves itself. Raises RuntimeError if the tensor was written to in place after it
+        had been saved."""
         if not self.written:
             return
         raise RuntimeError(

@@ -95,11 +95,8 @@ class Result:
 
 @final
 class Selection:
-    """What the selected ops of one call of a block returned, by their numbers.
-
-    Args:
-        overwritten: Calls and numbers of results that are known to be written to; added to.
-    """
+    """What the selected ops of one call of a block returned, by their numbers. To `overwritten`, calls and numbers of
+    results that are known to be written to, it adds."""
 
     def __init__(self, call: int, overwritten: set[tuple[int, int]]) -> None:
         self.results: list[Result | None] = []
@@ -109,7 +106,6 @@ class Selection:
 
     @property
     def kept(self) -> list[FrozenTensor]:
-        """The tensors."""
         return [one for result in self.results if result is not None for one in result.kept]
 
     def note(self, op: Any, looks: Looks, made: Any, given: list[Tensor]) -> None:

@@ -386,12 +386,8 @@ class ArenaTrace(AbstractCounter):
 
 
 def trace_for(device: torch.device, known: Mapping[int, Bytes]) -> AbstractTrace | None:
-    """A trace that has begun; None where none can be had.
-
-    Args:
-        device: Whose memory counts.
-        known: Bytes of the storages that are known now, by the address of their memory.
-    """
+    """A trace that has begun; None where none can be had. `known` has the bytes of the storages that are known now, by
+    the address of their memory."""
     if device.type == "cuda":
         return CudaTrace(device)
     if arena.serves():

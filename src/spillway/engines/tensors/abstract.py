@@ -52,11 +52,9 @@ class Seen:
     args: Sequence[Any]
     kwargs: dict[str, Any] | None
     reads: list[Value]
-    """The values it reads."""
     places: Sequence[Place]
     """Where their tensors stand in the call."""
     writes: Sequence[Storage]
-    """Storages it writes."""
     scratch: Sequence[Operand] = ()
     """Operands that a replay replaces by zeros."""
     opaque: bool = False
@@ -168,7 +166,6 @@ class AbstractBackend(ABC):
     device: torch.device
     """The usual one of them."""
     machine: TensorMachine
-    """Moves the bytes."""
     log: TransferLog
     """Copies that a tier made, and what waited for them; where the device keeps account of that, empty until the step
     ends."""
@@ -423,11 +420,8 @@ class AbstractTensorEngine(ABC):
 
     @abstractmethod
     def restore_all(self) -> None:
-        """Nothing is absent afterwards, for a machine whose absent storages cannot be read.
-
-        Raises:
-            BudgetInfeasible: They do not fit together. They are back all the same: right comes before small.
-        """
+        """Nothing is absent afterwards, for a machine whose absent storages cannot be read. Raises BudgetInfeasible if
+        they do not fit together; they are back all the same: right comes before small."""
 
     @abstractmethod
     def disarm(self) -> None:

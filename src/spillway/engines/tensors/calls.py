@@ -97,7 +97,6 @@ class NativeCall:
         self.outputs: tuple[int, ...] = payload.outputs
 
     def again(self, storages: Sequence[torch.UntypedStorage]) -> Any:
-        """As `Call.again`."""
         with InEnvironment(self._payload.environment):
             return self._payload.again(storages)
 

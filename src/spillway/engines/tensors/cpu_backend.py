@@ -110,7 +110,6 @@ class CpuBackend(AbstractBackend):
         info.call = self._counted(info, info.call)
 
     def calls(self, info: OpInfo) -> tuple[Binding, Binding]:
-        """The quickest."""
         call, call_with = quickest_call(info.func)
         return self._counted(info, call), self._counted(info, call_with)
 

@@ -245,7 +245,6 @@ class CpuMachine:
             watch.kept = None
 
     def discard(self, home: Slot) -> None:
-        """Free the slot."""
         self.tier.free(home)
 
     def escaped(self, storage: Storage) -> bool:

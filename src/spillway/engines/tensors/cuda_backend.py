@@ -79,13 +79,8 @@ def _key(recipe: Recipe) -> tuple[Any, ...]:
 
 @final
 class CudaBackend(AbstractBackend):
-    """Device memory, with pinned host memory below it.
-
-    Arguments:
-        streams: The device.
-        host_budget: The most bytes of host memory that are pinned.
-        exchanges: Whether bytes can be exchanged under a storage; by default whether this torch can do it.
-    """
+    """Device memory, with at most `host_budget` bytes of pinned host memory below it. `exchanges` says whether bytes
+    can be exchanged under a storage; by default whether this torch can do it."""
 
     def __init__(self, streams: Streams, host_budget: Bytes, *, exchanges: bool = CAN_SWAP) -> None:
         self.streams = streams
@@ -152,11 +147,8 @@ class CudaBackend(AbstractBackend):
 
     def begin_step(self, allowed: Bytes, base_rss: Bytes | None, signature: str) -> None:
         """Look what is on the device beside the account; measure from here. What was given to any stream until now is
-        done first: nobody knows what it uses, and what it copied is nobody's.
-
-        Raises:
-            SessionError: A CUDA graph is being captured.
-        """
+        done first: nobody knows what it uses, and what it copied is nobody's. Raises SessionError if a CUDA graph is
+        being captured."""
         if self.streams.capturing():
             raise SessionError(GRAPHS_REFUSED)
         engine = self._attached()
@@ -208,12 +200,8 @@ class CudaBackend(AbstractBackend):
 def cuda_engine(
     policy: AbstractPolicy, budget: Bytes | Budget, streams: Streams, host_budget: Bytes, *, exchanges: bool = CAN_SWAP
 ) -> TensorEngine:
-    """An engine for the tensors of one CUDA device.
-
-    Arguments:
-        budget: Of device memory, what is set aside for libraries included; or the account of it.
-        host_budget: Of pinned host memory.
-    """
+    """An engine for the tensors of one CUDA device. In the budget, or the account of it, is what is set aside for
+    libraries; `host_budget` is of pinned host memory."""
     warm_up(streams.device)
     return TensorEngine(policy, budget, backend=CudaBackend(streams, host_budget, exchanges=exchanges))
 

@@ -152,7 +152,6 @@ class Resized(AbstractAbsence):
     readable = False
 
     def take_away(self, real: torch.UntypedStorage, nbytes: Bytes, block: Block | None) -> None:
-        """It is empty."""
         resize_storage(real, 0)
 
     def target(self, real: torch.UntypedStorage, nbytes: Bytes) -> torch.UntypedStorage:

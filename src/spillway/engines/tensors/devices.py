@@ -24,11 +24,8 @@ HOST_SHARE = "50%"
 
 
 def pinned_bytes(device: torch.device, host_budget: int | str | None) -> Bytes:
-    """The most host memory that is pinned for what leaves that device.
-
-    Raises:
-        BudgetError: A budget that cannot be read, more than there is, or one where nothing is pinned.
-    """
+    """The most host memory that is pinned for what leaves that device. Raises BudgetError for a budget that cannot be
+    read, for more than there is, and where nothing is pinned."""
     if host_budget is not None and device.type == "cpu":
         raise BudgetError(
             "SpillOptions(host_budget=...) is for models on CUDA; what leaves memory on the CPU goes to disk."
@@ -37,11 +34,8 @@ def pinned_bytes(device: torch.device, host_budget: int | str | None) -> Bytes:
 
 
 def device_of(models: Sequence[torch.nn.Module]) -> torch.device:
-    """Where all parameters and buffers lie.
-
-    Raises:
-        ModelError: On several devices, on one that cannot be managed, or in memory of which torch keeps no account.
-    """
+    """Where all parameters and buffers lie. Raises ModelError if they lie on several devices, on one that cannot be
+    managed, or in memory of which torch keeps no account."""
     found = {t.device for m in models for t in (*m.parameters(), *m.buffers())}
     names = sorted({str(device) for device in found})
     if len(names) > 1:
@@ -69,22 +63,15 @@ def engine_for(
     spill_directory: str | os.PathLike[str] | None,
     spill_io: SpillIO = "buffered",
 ) -> TensorEngine:
-    """An engine for tensors of that device.
-
-    Arguments:
-        allowed: The budget in bytes, or the account of it.
-        pinned: The most host memory that is pinned for what leaves a CUDA device.
-    """
+    """An engine for tensors of that device, under a budget in bytes, or the account of it. At most `pinned` bytes of
+    host memory are pinned for what leaves a CUDA device."""
     if device.type == "cpu":
         return TensorEngine(policy, allowed, spill_directory, spill_io)
     return cuda_engine(policy, allowed, CudaStreams(device), pinned)
 
 
 def allowed_bytes(device: torch.device, budget: int | str | None) -> Bytes:
-    """The budget for models on that device in bytes.
-
-    Raises:
-        BudgetError: A budget that cannot be read, or more than there is.
-    """
+    """The budget for models on that device in bytes. Raises BudgetError for a budget that cannot be read, or for more
+    than there is."""
     there = usable_memory() if device.type == "cpu" else CudaStreams(device).total
     return UNLIMITED if budget is None else parse_budget(budget, there)

@@ -77,13 +77,8 @@ class Origins:
     def told(
         self, names: Mapping[int, str], modules: Mapping[int, str], numbers: Iterable[int]
     ) -> Iterator[Origin]:  # fmt: skip
-        """What is known of these storages.
-
-        Arguments:
-            names: Of parameters and what belongs to them, by the number of the storage.
-            modules: Qualified names, by the `id` of the module.
-            numbers: Of the storages.
-        """
+        """What is known of these storages: `names` of parameters and what belongs to them, by the number of the
+        storage, and qualified names of `modules`, by their `id`."""
         for number in numbers:
             op, asked = self._made.get(number, ("", _NOBODY))
             module = "" if asked.module is None else modules.get(id(asked.module)) or type(asked.module).__name__

@@ -42,11 +42,8 @@ class Retry:
         self._engine = engine
 
     def run(self, attempt: Callable[[], T], name: str, nbytes: Bytes) -> T:
-        """What `attempt` gives. It must not have had an effect when it fails.
-
-        Raises:
-            DeviceFullError: It failed although everything that may leave had left.
-        """
+        """What `attempt` gives. It must not have had an effect when it fails. Raises DeviceFullError if it failed
+        although everything that may leave had left."""
         try:
             return attempt()
         except torch.OutOfMemoryError as error:

@@ -105,11 +105,8 @@ _WITHIN: Final[Mapping[str, Callable[[Sequence[Any], Any], Bytes]]] = MappingPro
 @final
 class Tally(cast(Any, TorchDispatchMode)):  # type: ignore[misc]  # torch's class has no annotations
     """Adds up what ops read and create. What runs on content alone, such as the whole numbers of a tree, runs, as does
-    what makes a tensor of one number; nothing is written that was not made in it.
-
-    Args:
-        there: Tensors that are there when it begins.
-    """
+    what makes a tensor of one number; nothing is written that was not made in it. `there` are the tensors that are
+    there when it begins."""
 
     supports_higher_order_operators = True
 

@@ -63,7 +63,6 @@ class TensorEngine(AbstractTensorEngine):
     """Pages storages of the tensors of one device under one budget.
 
     Arguments:
-        policy: Decides what leaves.
         allowed: The budget in bytes, or the account of it; `UNLIMITED` keeps account only.
         spill_directory: Where the spill file goes; the system's temporary directory by default.
         spill_io: Through the page cache, or past it where the file system can.
@@ -529,8 +528,7 @@ class TensorEngine(AbstractTensorEngine):
         kept to, and without it freed memory stays with the allocator. `record` gives what is known by name to a
         timeline; steps of one `signature` are expected to be alike. One that is known to fit needs no `recipes`.
 
-        Raises:
-            BudgetInfeasible: What cannot leave is more than the budget.
+        Raises BudgetInfeasible if what cannot leave is more than the budget.
         """
         self.began = time.perf_counter()
         self.recording = recipes

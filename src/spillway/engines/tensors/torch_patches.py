@@ -64,12 +64,8 @@ MODULES: Final[tuple[Any, ...]] = (torch, torch.utils.dlpack)
 
 @final
 class WhileOpen:
-    """What is installed for as long as an engine is open; with the last one torch is as it was.
-
-    Arguments:
-        install: May be interrupted.
-        uninstall: Takes away what is there, and may be called again.
-    """
+    """What is installed for as long as an engine is open; with the last one torch is as it was. `install` may be
+    interrupted; `uninstall` takes away what is there, and may be called again."""
 
     def __init__(self, install: Callable[[], None], uninstall: Callable[[], None]) -> None:
         self.engines: weakref.WeakSet[AbstractTensorEngine] = weakref.WeakSet()
@@ -94,7 +90,6 @@ class WhileOpen:
         weakref.finalize(engine, self._uninstall_after_the_last).atexit = False
 
     def remove(self, engine: AbstractTensorEngine) -> None:
-        """It is closed."""
         with self._lock:
             self.engines.discard(engine)
             self._uninstall_after_the_last()

@@ -68,11 +68,8 @@ def take_turn(
     engine: AbstractTensorEngine, step: Taker, tensors: Callable[[], Iterable[torch.Tensor]],
     abandon: Callable[[], None], *, alone: bool,
 ) -> None:  # fmt: skip
-    """A step of this engine begins in this thread. `alone` says that there is no other engine to meet.
-
-    Raises:
-        SessionError: Another session's step is running in this thread, or in another one on the same storages.
-    """
+    """A step of this engine begins in this thread. `alone` says that there is no other engine to meet. Raises
+    SessionError if another session's step is running in this thread, or in another one on the same storages."""
     keys = frozenset() if alone else _keys(tensors())
     mine = _turns[id(engine)] = _Turn(engine, threading.current_thread(), weakref.ref(step), keys, abandon)
     try:

@@ -274,7 +274,6 @@ class Auto(AbstractBlockMethod):
                 del self._pending[action]
 
     def forget_plans(self) -> None:
-        """Of every bucket."""
         self._plans.clear()
 
     def does_without_spill(self) -> bool:

@@ -67,8 +67,7 @@ class Block:
 class BlockProblem:
     """One step of one input size.
 
-    Raises:
-        UsageError: A block has no option, or a lane is not faster than 0 where something may be moved.
+    Raises UsageError if a block has no option, or a lane is not faster than 0 where something may be moved.
     """
 
     blocks: Sequence[Block]

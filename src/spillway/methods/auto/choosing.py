@@ -80,21 +80,17 @@ class Planned:
     outcome: Outcome
 
 
-def plan(problem: BlockProblem, *, effort: Effort = Effort.FIRST, start: Sequence[int] | None = None) -> Planned:
+def plan(problem: BlockProblem, *, effort: Effort = Effort.FIRST) -> Planned:
     """The fastest choice that is found. Where nothing fits: what needs least, with `outcome.fits` False.
 
-    It is never slower than the same for every block, whichever option that is, nor than `start`, nor than Algorithm 1
-    of Mimose. Nor does it take longer where everything is a little smaller, if there is such a choice (`_steady`).
-
-    Args:
-        problem: What is to be planned.
-        effort: How much is tried, unless compute would wait for more than `WAITS`: so near the floor, all that may be
-            filled is, at once.
-        start: A choice to begin from, such as an earlier plan's.
+    It is never slower than the same for every block, whichever option that is, nor than Algorithm 1 of Mimose. Nor does
+    it take longer where everything is a little smaller, if there is such a choice (`_steady`). So much `effort` is made
+    unless compute would wait for more than `WAITS`: so near the floor, all that may be filled is, at once.
     """
     clock = Clock(problem)
     enough = clock.plain * (1 + 1e-4)
-    found = _best(clock, _simple(clock, start), [], effort.starts)
+    kept = [0] * len(clock.rows)
+    found = _best(clock, [kept], [], effort.starts)
     if not found or found[0][0] > enough:
         filler = Filler(clock)
         found = _best(clock, _alone(clock), found, effort.starts)
@@ -109,8 +105,8 @@ def plan(problem: BlockProblem, *, effort: Effort = Effort.FIRST, start: Sequenc
             if found[0][0] > enough:
                 found.insert(0, min(found[0], improve(clock, begin, moves, seed=number + 1)))
         if found:
-            found.insert(0, _steady(clock, found[0], [*_simple(clock, start), *_tight(clock, filler)]))
-    choice = found[0][1] if found else least_held(clock, floor(problem)) or [0] * len(clock.rows)
+            found.insert(0, _steady(clock, found[0], [kept, *_tight(clock, filler)]))
+    choice = found[0][1] if found else least_held(clock, floor(problem)) or kept
     return Planned(choice=tuple(choice), outcome=clock.outcome(choice))
 
 
@@ -157,13 +153,6 @@ def _steady(clock: Clock, best: Timed, simple: Iterable[list[int]]) -> Timed:
     seconds = clock.seconds(clock.picked(choice))
     faster = _best(clock, [*simple, *_greedy(clock, ())], [(seconds, choice)], 1)
     return best if faster[0][0] < seconds else (seconds, choice)
-
-
-def _simple(clock: Clock, start: Sequence[int] | None) -> Iterator[list[int]]:
-    """All kept; an earlier plan."""
-    yield [0] * len(clock.rows)
-    if start is not None:
-        yield list(start)
 
 
 def _alone(clock: Clock) -> list[list[int]]:

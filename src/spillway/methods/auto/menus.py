@@ -47,7 +47,6 @@ class _Shares:
         self._least: dict[int, float] = {}
 
     def take(self, block: int, share: float) -> None:
-        """A sample."""
         self._least[block] = min(share, self._least.get(block, share))
 
     def of(self, blocks: Iterable[int], unknown: float) -> float:
@@ -80,11 +79,7 @@ class _Rate:
 
 @final
 class Menus:
-    """Learns what the options of every block take.
-
-    Arguments:
-        batched: Whether the first number of a size counts samples.
-    """
+    """Learns what the options of every block take. `batched` says whether the first number of a size counts samples."""
 
     def __init__(self, *, batched: bool) -> None:
         self._batched = batched
@@ -100,13 +95,8 @@ class Menus:
         self._rest = _Shares()
 
     def take(self, step: StepSample, blocks: Sequence[BlockSample], forecast: Forecast | None) -> bool:
-        """Take what a step measured; returns whether menus may have other options now.
-
-        Args:
-            step: The whole step.
-            blocks: Of it.
-            forecast: What was known of its size, its own sample included.
-        """
+        """Take what a step measured; returns whether menus may have other options now. `forecast` is what was known of
+        its size, its own sample included."""
         before = self._options
         moved = any(sample.action.moves for sample in blocks)
         plain = sum(sample.seconds + sample.backward for sample in blocks)
@@ -169,14 +159,7 @@ class Menus:
             self._again.take(sample.block, sample.again / forward)
 
     def problem(self, forecast: Forecast, available: Bytes, size: InputSize, *, moves: bool) -> BlockProblem:
-        """A step of this size.
-
-        Args:
-            forecast: Of the size.
-            size: Of the input.
-            available: The budget less what is there when the forward begins.
-            moves: Whether anything may wait outside.
-        """
+        """A step of this size; `available` is the budget less what is there when the forward begins."""
         calls = range(len(forecast.saved))
         inputs = [self._at(self._inputs, call, size) for call in calls]
         kept = self._kept_at(forecast, inputs, size)

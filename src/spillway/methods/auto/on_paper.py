@@ -47,28 +47,21 @@ SAME: Final = 1e-6
 
 @final
 class AutoPlanner(AbstractPlanner):
-    """The fastest mixture of keeping, recomputing, selecting and offloading blocks that is found.
-
-    Arguments:
-        instead: Who plans a step that has no blocks, or under a budget for which no choice of blocks is small enough:
-            the first of them that can.
-        smallest: Bytes below which a storage stays.
-    """
+    """The fastest mixture of keeping, recomputing, selecting and offloading blocks that is found. The first of those
+    `instead` that can plans a step that has no blocks, or under a budget for which no choice of blocks is small
+    enough."""
 
     name = "auto"
     begin = "at op"
 
-    def __init__(self, instead: Sequence[AbstractPlanner] = (), *, smallest: Bytes = SMALLEST) -> None:
-        if smallest < 0:
-            raise UsageError(f"Storages from 0 bytes on may be moved, not from {smallest}.")
+    def __init__(self, instead: Sequence[AbstractPlanner] = ()) -> None:
         self.instead = tuple(instead)
-        self.smallest = smallest
 
     def plan(self, problem: Problem) -> Plan:
         """Raises BudgetInfeasible if neither a choice of blocks nor anybody else fits."""
         if problem.step.plain_peak() <= problem.allowed:
             return problem.plan_with((), ())
-        tried = Choices(problem, self.smallest)
+        tried = Choices(problem)
         found = tried.fastest() if tried.blocks.calls else None
         if found is None:
             why = "No choice of blocks fits" if tried.blocks.calls else "No modules repeat, so there are no blocks"
@@ -246,7 +239,6 @@ class Choices:
     # ------------------------------------------------------------------ what is faster
 
     def seconds(self, choice: Chosen) -> Seconds:
-        """Of the step."""
         return self.seconds_of(self.gaps(choice))
 
     def seconds_of(self, gaps: Iterable[Gap]) -> Seconds:

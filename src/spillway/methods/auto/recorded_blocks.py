@@ -62,12 +62,8 @@ class Way:
 
 @final
 class Blocks:
-    """The calls of blocks of a recorded step, and what may become of each.
-
-    Args:
-        step: Its ops have seconds.
-        smallest: Bytes below which nothing is moved.
-    """
+    """The calls of blocks of a recorded step, whose ops have seconds, and what may become of each; below `smallest`
+    bytes nothing is moved."""
 
     def __init__(self, step: Step, smallest: Bytes = SMALLEST) -> None:
         self.step, self.smallest = step, smallest

@@ -32,7 +32,6 @@ class Rule:
 
     @property
     def sentence(self) -> str:
-        """The rule, for people."""
         hidden = (
             "every block's copies hide behind compute"
             if self.phi >= 1
@@ -44,12 +43,8 @@ class Rule:
 
 
 def rules(block: Block, rate: float) -> tuple[Rule, ...]:
-    """For each action of a block's menu that moves something.
-
-    Args:
-        block: Any of its kind.
-        rate: Bytes a second, of the slower of the two ways.
-    """
+    """For each action of a block's menu that moves something, at so many bytes a second, of the slower of the two
+    ways."""
     return tuple(
         Rule(action=option.action, moved=option.moved, phi=rate * (block.forward + option.forward) / option.moved)
         for option in block.options
@@ -64,13 +59,11 @@ class KindSummary:
 
     kind: int
     blocks: int
-    """Of the kind."""
     chosen: Mapping[Action, int]
     """How many blocks each action was chosen for."""
     freed: Bytes
     """By all of them, of what keeping them would leave in memory."""
     moved: Bytes
-    """By all of them."""
     seconds: Seconds
     """That all of them take beside forward and backward, waiting left out."""
     rules: tuple[Rule, ...]
@@ -112,13 +105,8 @@ def by_kind(problem: BlockProblem, planned: Planned) -> tuple[KindSummary, ...]:
 
 
 def sentences(problem: BlockProblem, planned: Planned, names: Mapping[int, str] | None = None) -> tuple[str, ...]:
-    """What a plan comes to, one sentence a kind of block and one for the step; or the refusal.
-
-    Args:
-        problem: What was planned.
-        planned: The plan.
-        names: Of the kinds; "kind 3" if not given.
-    """
+    """What a plan comes to, one sentence a kind of block and one for the step; or the refusal. Kinds without `names`
+    are called "kind 3"."""
     outcome = planned.outcome
     if not outcome.fits:
         return (refusal(problem),)

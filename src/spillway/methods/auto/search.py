@@ -26,8 +26,6 @@ def improve(clock: Clock, begin: Timed, simulated: int, seed: int = 1, timed: Ti
     but few choices, all of them.
 
     Args:
-        clock: Of the problem.
-        begin: Where to begin.
         simulated: How many moves are simulated.
         seed: Of the moves.
         timed: What rows come to, never less than their seconds, or infinity if it is no less than a number; by default

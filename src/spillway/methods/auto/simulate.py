@@ -87,7 +87,6 @@ class Clock:
         """How many choices have been run: what searches count."""
 
     def picked(self, choice: Sequence[int]) -> list[Row]:
-        """The rows of a choice."""
         return [rows[option] for rows, option in zip(self.rows, choice, strict=True)]
 
     def needed(self, rows: Sequence[Row]) -> Bytes:
@@ -103,7 +102,6 @@ class Clock:
         return self._run(rows, below)[0]
 
     def outcome(self, choice: Sequence[int]) -> Outcome:
-        """All of what a choice comes to."""
         rows = self.picked(choice)
         seconds, room_stall, data_stall, peak = self._run(rows, inf)
         fits = seconds < inf

@@ -24,8 +24,8 @@ Differs from the paper in:
 - What an op needs while it runs beside its outputs, and what no plan frees, counts (the paper leaves it out).
 - A plan cannot say everything that Checkmate's schedule says (`gaps.py` lists what). Where the plan of a schedule needs
   more than is allowed, the program is solved again for less, by as much.
-- Nodes of the backward run once in the program unless `backward_again` asks for more: half of the variables, for
-  schedules that are hardly ever better. The bound and the drafts leave them free to run again.
+- Nodes of the backward run once in the program: half of the variables, for schedules that are hardly ever better. The
+  bound and the drafts leave them free to run again.
 
 Not implemented: the paper's cost model of a TPU and its TensorFlow graphs.
 """
@@ -71,14 +71,13 @@ class Solution:
     """A plan, and how good it is known to be."""
 
     plan: Plan
-    """The plan."""
     seconds: Seconds
     """Time of all ops of the step and of its replays, without any copy."""
     bound: Seconds
     """No schedule of the step's ops that only recomputes takes less under the budget."""
     proven: bool
     """Whether it is known to be an optimum: by the bound, or by the program for the whole budget, of schedules whose
-    backward runs once unless `backward_again` asks for more."""
+    backward runs once."""
     tightened: Bytes = 0
     """Bytes of the budget given up because a plan cannot say what the program's schedule says."""
 
@@ -96,21 +95,19 @@ class Checkmate(AbstractPlanner):
         time_limit: Seconds after which nothing new is begun. Drafts count their work and mostly end by themselves; the
             program takes what is left.
         most_nodes: Nodes up to which the program is solved.
-        backward_again: Whether nodes of the backward may run again too, in the program.
         starts: Make other methods; drafts start from what these have gone.
     """
 
     name = "checkmate"
 
     def __init__(
-        self, time_limit: Seconds = 60.0, most_nodes: int = 40, *, backward_again: bool = False,
+        self, time_limit: Seconds = 60.0, most_nodes: int = 40, *,
         starts: Sequence[Callable[[], AbstractPlanner | AbstractPolicy]] = (),
     ) -> None:  # fmt: skip
         if not (time_limit > 0 and most_nodes >= 0):
             raise UsageError(f"Checkmate needs time and 0 nodes or more, got {time_limit} s and {most_nodes} nodes.")
         self.time_limit = time_limit
         self.most_nodes = most_nodes
-        self.backward_again = backward_again
         self.starts = tuple(starts)
 
     def plan(self, problem: Problem) -> Plan:
@@ -153,7 +150,7 @@ class Checkmate(AbstractPlanner):
         step, budget = problem.step, problem.allowed
         if len(step.ops) > self.most_nodes:  # a node is one op or more
             return best, False, 0
-        graph = graph_of(step, backward_again=self.backward_again)
+        graph = graph_of(step)
         whole = len(graph.nodes) == len(step.ops)
         for attempt in range(TIGHTENED):
             left = deadline - time.monotonic()

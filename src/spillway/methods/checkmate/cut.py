@@ -64,7 +64,6 @@ class Cut:
     """What the program of one op says."""
 
     op: int
-    """The op."""
     bound: Seconds
     """No schedule that only recomputes takes less; infinite if there is none."""
     gone: frozenset[ValueId]
@@ -72,17 +71,15 @@ class Cut:
     was found."""
 
 
-def cuts(step: Step, lives: Sequence[Life], allowed: Bytes, *, relaxed: int = RELAXED, exact: int = EXACT) -> list[Cut]:
+def cuts(step: Step, lives: Sequence[Life], allowed: Bytes) -> list[Cut]:
     """The programs that say most, the highest bound first; empty if the step fits as it is.
 
     Counts its work, and looks at no clock: the same step and budget have the same cuts.
 
-    Raises:
-        BudgetInfeasible: No schedule that only recomputes stays within so little.
-        UsageError: SciPy is not there.
+    Raises BudgetInfeasible if no schedule that only recomputes stays within so little, and UsageError without SciPy.
     """
     found = []
-    for op in _fullest(step, allowed, relaxed):
+    for op in _fullest(step, allowed):
         program = _Program(step, lives, allowed, op)
         found.append(program.solved(exactly=False))
         if found[-1].bound == inf:
@@ -90,7 +87,7 @@ def cuts(step: Step, lives: Sequence[Life], allowed: Bytes, *, relaxed: int = RE
             raise BudgetInfeasible(
                 needed=needs, allowed=allowed, op=step.ops[op].name, op_index=op, smallest_budget=needs, exact=False
             )
-    best = sorted(found, key=lambda cut: (-cut.bound, cut.op))[:exact]
+    best = sorted(found, key=lambda cut: (-cut.bound, cut.op))[:EXACT]
     solved = [_Program(step, lives, allowed, cut.op).solved(exactly=True) for cut in best]
     both = [max(pair, key=lambda cut: cut.bound) for pair in zip(solved, best, strict=True)]
     return sorted(
@@ -99,11 +96,11 @@ def cuts(step: Step, lives: Sequence[Life], allowed: Bytes, *, relaxed: int = RE
     )
 
 
-def _fullest(step: Step, allowed: Bytes, most: int) -> list[int]:
-    """Ops during which the plain step is over the budget: the fullest of as many stretches of the same number."""
+def _fullest(step: Step, allowed: Bytes) -> list[int]:
+    """Ops during which the plain step is over the budget: the fullest of `RELAXED` stretches of the same number."""
     levels = step.levels()
     over = [op for op, nbytes in enumerate(levels) if nbytes > allowed]
-    stretches = min(most, len(over))
+    stretches = min(RELAXED, len(over))
     bounds = [len(over) * part // stretches for part in range(stretches + 1)] if stretches else []
     return [max(over[first:end], key=lambda op: (levels[op], -op)) for first, end in pairwise(bounds)]
 

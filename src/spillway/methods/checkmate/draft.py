@@ -58,15 +58,8 @@ NOTHING: Final = _Replays((), 0.0, -1, frozenset())
 
 @final
 class Draft:
-    """Which idle intervals are gone, and until when.
-
-    Arguments:
-        step: Its ops have seconds.
-        lives: Of its values.
-        allowed: The budget in bytes.
-        move_seconds: What a byte costs that leaves without coming back, where its way back is not there until it dies:
-            engines move those.
-    """
+    """Which idle intervals are gone, and until when. A byte costs `move_seconds` that leaves without coming back, where
+    its way back is not there until it dies: engines move those."""
 
     def __init__(self, step: Step, lives: Sequence[Life], allowed: Bytes, move_seconds: Seconds = 0.0) -> None:
         self.step, self.lives, self.allowed, self._move = step, lives, allowed, move_seconds
@@ -115,7 +108,6 @@ class Draft:
         return np.maximum(self._during, replaying)
 
     def gaps(self) -> tuple[Gap, ...]:
-        """The gaps of the plan."""
         found = [gap for replays in self._replays.values() for gap in replays.gaps]
         for number, end in self.ends.items():
             one = self.idle[number]

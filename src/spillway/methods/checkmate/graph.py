@@ -25,13 +25,11 @@ class Datum:
     """What is kept or freed as one."""
 
     maker: int
-    """The node that makes it."""
     readers: tuple[int, ...]
     """The nodes after it that read it."""
     storages: tuple[StorageId, ...]
     """What it consists of."""
     nbytes: Bytes
-    """Their bytes."""
 
 
 @final
@@ -40,17 +38,13 @@ class Node:
     """Ops that run together."""
 
     first: int
-    """The first of them."""
     end: int
     """One more than the last."""
     seconds: Seconds
-    """What they take."""
     seconds_again: Seconds
     """What those of them take that make its data: they alone run again."""
     reads: tuple[int, ...]
-    """Data that it reads."""
     makes: tuple[int, ...]
-    """Data that it makes."""
     running: Bytes
     """The most bytes beside all data while it runs in its turn: temporaries of its own, and what is a given."""
     again: Bytes
@@ -76,14 +70,13 @@ class Graph:
         return {value.storage: value.id for value in self.step.values}
 
 
-def graph_of(step: Step, *, backward_again: bool = True) -> Graph:
+def graph_of(step: Step) -> Graph:
     """The step with as many nodes as writes in place allow.
 
-    Ops that write to one activation are in one node with all ops between them. Without `backward_again` only nodes of
-    the forward run again.
+    Ops that write to one activation are in one node with all ops between them. Only nodes of the forward run again.
     """
     lives = lives_of(step)
-    return _Builder(step, lives, _units(step, lives), backward_again).graph()
+    return _Builder(step, lives, _units(step, lives)).graph()
 
 
 def _units(step: Step, lives: Sequence[Life]) -> list[int]:
@@ -110,8 +103,8 @@ def _units(step: Step, lives: Sequence[Life]) -> list[int]:
 class _Builder:
     """Builds the graph for one partition of the ops."""
 
-    def __init__(self, step: Step, lives: Sequence[Life], ends: Sequence[int], backward_again: bool) -> None:
-        self.step, self.lives, self.backward_again = step, lives, backward_again
+    def __init__(self, step: Step, lives: Sequence[Life], ends: Sequence[int]) -> None:
+        self.step, self.lives = step, lives
         self.bounds = list(zip([0, *ends[:-1]], ends, strict=True))
         self.node_of = [node for node, (first, end) in enumerate(self.bounds) for _ in range(first, end)]
         self.makers, self.readers = self._uses()
@@ -229,7 +222,7 @@ class _Builder:
 
     def _last_again(self, number: int, needed: set[int]) -> int:
         """Nodes up to which everything that it reads and that is no datum has the content that it had."""
-        if not self.backward_again and any(self.step.ops[op].phase is not Phase.FORWARD for op in needed):
+        if any(self.step.ops[op].phase is not Phase.FORWARD for op in needed):
             return number
         outside = {
             read

@@ -45,7 +45,6 @@ class GraphRewrite:
     """A step with a method in it."""
 
     step: Step
-    """What it does."""
     waiting: tuple[ValueId, ...]
     """What waits for the backward in place of what blocks save: packed storages, inputs of blocks, results of ops that
     do not run again. Methods that swap besides move these."""
@@ -65,8 +64,7 @@ def compressed(step: Step, *, bits: int = 4) -> GraphRewrite:
 
     Where no blocks are found the whole forward is one.
 
-    Raises:
-        UsageError: `bits` are none of 2, 4 and 8, or nobody wrote down how autograd saved.
+    Raises UsageError if `bits` are none of 2, 4 and 8, or nobody wrote down how autograd saved.
     """
     check_bits(bits)
     blocks = SavedInBlocks(step, whole=True)
@@ -87,8 +85,7 @@ def run_twice(step: Step, *, bits: int | None = None, keeps: Callable[[Op], bool
         bits: Of an element of what blocks are called with, which is packed; as it is if None.
         keeps: Tells ops that do not run again: their results stay.
 
-    Raises:
-        UsageError: `bits` are none of 2, 4 and 8, or nobody wrote down how autograd saved.
+    Raises UsageError if `bits` are none of 2, 4 and 8, or nobody wrote down how autograd saved.
     """
     if bits is not None:
         check_bits(bits)

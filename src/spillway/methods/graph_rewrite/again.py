@@ -24,7 +24,6 @@ class SecondRun:
     before: int
     """The op of the backward before which it runs."""
     ops: tuple[int, ...]
-    """That run again."""
     wanted: tuple[ValueId, ...]
     """What it brings back for the backward."""
     inputs: tuple[ValueId, ...]

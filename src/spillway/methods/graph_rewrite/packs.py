@@ -22,15 +22,11 @@ class PackedStorage:
     """A storage that waits in fewer bytes."""
 
     storage: StorageId
-    """Of the step."""
     value: ValueId
-    """What of it is packed."""
     form_storage: StorageId
     """Of the draft: where the packed form is."""
     form: ValueId
-    """The packed form."""
     nbytes: Bytes
-    """Of that."""
 
 
 @final

@@ -27,7 +27,6 @@ class Call:
     name: str
     """Of its module; empty for the whole forward."""
     ops: tuple[int, ...]
-    """That ran in it."""
 
     @property
     def end(self) -> int:
@@ -45,13 +44,8 @@ class Call:
 
 @final
 class SavedInBlocks:
-    """A step, with what its blocks save.
-
-    Args:
-        whole: Take the whole forward as one block where none is found.
-
-    Raises UsageError if nobody wrote down how autograd saved.
-    """
+    """A step, with what its blocks save. `whole` takes the whole forward as one block where none is found. Raises
+    UsageError if nobody wrote down how autograd saved."""
 
     def __init__(self, step: Step, *, whole: bool) -> None:
         if step.saved and not step.savings:

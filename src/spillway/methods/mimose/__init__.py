@@ -5,7 +5,8 @@ phases (section 4.1, "sheltered" and "responsive execution") are `Mimose.phase`;
 `estimator.py` and `exact.py`, Algorithm 1 (4.4) in `scheduler.py`, the plan cache (5) in `cache.py`. What is measured,
 and so the shuttling collector (4.2), is the engine's: `Decision` says what it has to do in a step, `Mimose.end` takes
 what it measured. With two forwards (`Options.forwards`) it is what the first one left, of those that the data filter
-(Fig. 12, `data_filter.py`) lets count; with one, what the engine counts as it is saved, which takes no filter.
+(Fig. 12, `data_filter.py` of the block engine) lets count; with one, what the engine counts as it is saved, which takes
+no filter.
 
 Differs from the paper in: every field of `Options`, which gives the paper's choice, Spillway's, and the reason.
 `Mimose.as_published` has the paper's. In both:
@@ -36,10 +37,8 @@ from spillway.methods.by_block import (
 )
 from spillway.methods.mimose.cache import PlanCache
 from spillway.methods.mimose.choices import Options
-from spillway.methods.mimose.estimator import FitCheck, Quadratic, fit_quadratic
-from spillway.methods.mimose.peaks import Peak, simulate
 from spillway.methods.mimose.planning import PublishedPlanning, SimulatedPlanning
-from spillway.methods.mimose.scheduler import Reading, Selection, select
+from spillway.methods.mimose.scheduler import Reading
 from spillway.units import Bytes
 
 FEWEST: Final = 4
@@ -48,11 +47,8 @@ FEWEST: Final = 4
 
 @final
 class Mimose(AbstractBlockMethod):
-    """Decides before each step, learns after it. One object belongs to one training.
-
-    Arguments:
-        options: `Options()`, Spillway's choices, if not given.
-    """
+    """Decides before each step, learns after it. One object belongs to one training. `options` are Spillway's choices
+    if not given."""
 
     def __init__(self, options: Options | None = None) -> None:
         self.options = options or Options()
@@ -149,11 +145,6 @@ class Mimose(AbstractBlockMethod):
         """What a block is expected to save at this size. Raises ValueError if it was not measured."""
         return self._planning.nbytes(block, size)
 
-    def checks(self) -> tuple[list[FitCheck], FitCheck] | None:
-        """How well the published fits pass their samples, of every block and of the whole model; None where bytes are
-        not fitted to the paper's quadratics. The public code warns of those that do not pass, and goes on."""
-        return self._planning.checks() if isinstance(self._planning, PublishedPlanning) else None
-
     def forecast(self, size: InputSize) -> Forecast | None:
         """What a step of this size is expected to need; None where plans are not simulated (`Options.checks_peak`), and
         before every block and the whole model were measured."""
@@ -161,23 +152,4 @@ class Mimose(AbstractBlockMethod):
         return planning.forecast(size) if isinstance(planning, SimulatedPlanning) and planning.ready else None
 
 
-__all__ = [
-    "BlockPlan",
-    "BlockSample",
-    "Decision",
-    "FitCheck",
-    "Forecast",
-    "InputSize",
-    "Mimose",
-    "Options",
-    "Peak",
-    "Phase",
-    "PlanCache",
-    "Quadratic",
-    "Reading",
-    "Selection",
-    "StepSample",
-    "fit_quadratic",
-    "select",
-    "simulate",
-]
+__all__ = ["Mimose", "Options", "Reading"]

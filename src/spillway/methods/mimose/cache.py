@@ -99,7 +99,6 @@ class PlanCache:
         return None if kept is None else kept.plan
 
     def put(self, plan: BlockPlan) -> None:
-        """Remember a plan."""
         if len(self._plans) >= MOST:
             self.forget()
         self.made += 1
@@ -115,7 +114,6 @@ class PlanCache:
             kept.doubted = True
 
     def forget(self) -> None:
-        """Drop all plans."""
         self._plans.clear()
         self._largest.clear()
 

@@ -37,13 +37,6 @@ from spillway.methods.mimose.exact import (
 )
 from spillway.units import Bytes, Seconds
 
-RELATIVE: Final = 0.10
-"""The fit check of the public code: no sample is off by as much as this share of itself."""
-SMALLEST_DENOMINATOR: Final[Bytes] = 1024
-"""Fewer bytes than these count as these when a share is taken of them."""
-ABSOLUTE: Final[Bytes] = 10**7
-"""Or no sample is off by as much as this."""
-
 LOOKED_FOR: Final = 12
 """Different sizes after which a law that was not found is not looked for again."""
 
@@ -54,22 +47,6 @@ MANY: Final = 32
 
 _Array: TypeAlias = NDArray[Any]
 _Ask: TypeAlias = Callable[[InputSize], list[Bytes]]
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FitCheck:
-    """How far a fit is from its samples, as the public code asks."""
-
-    relative: float
-    """At worst, of max(bytes, 1024)."""
-    absolute: float
-    """At worst, in bytes."""
-
-    @property
-    def passes(self) -> bool:
-        """Below 10 %, or below 1e7 bytes."""
-        return self.relative < RELATIVE or self.absolute < ABSOLUTE
 
 
 @final
@@ -94,14 +71,6 @@ class Quadratic:
         features = monomials(size, self.degree, batched=self.batched)
         return sum(coefficient * feature for coefficient, feature in zip(self.coefficients, features, strict=True))
 
-    def check(self, samples: Sequence[tuple[InputSize, float]]) -> FitCheck:
-        """How far it is from these."""
-        misses = [(abs(self.at(size) - wanted), wanted) for size, wanted in samples]
-        return FitCheck(
-            relative=max(miss / max(wanted, SMALLEST_DENOMINATOR) for miss, wanted in misses),
-            absolute=max(miss for miss, _ in misses),
-        )
-
 
 def fit_quadratic(samples: Sequence[tuple[InputSize, float]], *, batched: bool = False) -> Quadratic:
     """Least squares of degree 2 over these samples, sizes as often as they were measured.
@@ -109,8 +78,7 @@ def fit_quadratic(samples: Sequence[tuple[InputSize, float]], *, batched: bool =
     With fewer different sizes than a degree has features it is of the next lower one; one size gives a constant. The
     paper and the public code do not say what they do then.
 
-    Raises:
-        ValueError: There are no samples, or their sizes have different dimensions.
+    Raises ValueError if there are no samples, or their sizes have different dimensions.
     """
     dimensions = {len(size) for size, _ in samples}
     if len(dimensions) != 1:
@@ -129,11 +97,7 @@ def fit_quadratic(samples: Sequence[tuple[InputSize, float]], *, batched: bool =
 
 @final
 class Quadratics:
-    """Several of them, evaluated at once and never below 0.
-
-    Arguments:
-        fits: All of sizes of the same dimensions.
-    """
+    """Several of them, all of sizes of the same dimensions, evaluated at once and never below 0."""
 
     def __init__(self, fits: Sequence[Quadratic]) -> None:
         width = max(len(fit.coefficients) for fit in fits)
@@ -144,7 +108,6 @@ class Quadratics:
         self._batched = fits[0].batched
 
     def at(self, size: InputSize) -> list[float]:
-        """The value of each."""
         features = numpy.array(monomials(size, self._degree, batched=self._batched), dtype=float)
         values: list[float] = numpy.maximum(self._coefficients @ features, 0.0).tolist()
         return values
@@ -201,13 +164,8 @@ class Estimate:
         return self._learns(size, nbytes)
 
     def bound(self, size: InputSize, nbytes: Bytes, *, proven: bool) -> bool:
-        """Take an upper bound; the lowest of a size counts. Returns whether any estimate may change by it.
-
-        Args:
-            size: Where it was found.
-            nbytes: The bound.
-            proven: Whether lower bounds of this size were shown to be too low: no lower one counts from then on.
-        """
+        """Take an upper bound; the lowest of a size counts. Returns whether any estimate may change by it. Where lower
+        bounds of this size are `proven` to be too low, no lower one counts from then on."""
         before = self.measured.get(size)
         if proven and before is not None:
             self._raised.add(size)
@@ -320,7 +278,6 @@ class Estimates:
         self._answers = [order[position] for position in positions]
 
     def at(self, size: InputSize) -> list[Bytes]:
-        """Of each."""
         found: list[Bytes] = []
         for ask in self._asks:
             found += ask(size)
@@ -387,7 +344,6 @@ class _Fits:
         return found
 
     def _at_most(self, size: InputSize) -> _Array:
-        """`at_most` for all of them."""
         scale = numpy.maximum(size[0] / self._lengths, 1.0)
         least: _Array = (self._nbytes * (scale * scale)).min(axis=0)
         low, high = self._low, self._high

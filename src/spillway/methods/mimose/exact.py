@@ -87,7 +87,6 @@ class Parabolas:
         self._rows = numpy.array(rows if max(self._most) < LARGEST else [(0, 0, 0, 1)] * len(rows)).T
 
     def at(self, size: InputSize) -> list[Bytes]:
-        """The bytes of each."""
         length, (square, linear, constant, denominator) = size[0], self._most
         if (square * length + linear) * length + max(constant, denominator) >= LARGEST:
             return [law(size) for law in self._laws]

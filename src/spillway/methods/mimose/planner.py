@@ -41,21 +41,13 @@ class Measured:
     step: StepSample
     """Of the forward and backward."""
     blocks: tuple[BlockSample, ...]
-    """Of every call of a block."""
 
 
 def measured(
     step: Step, size: InputSize = SIZE, *, lives: Sequence[Life] | None = None,
     calls: Sequence[BlockCall] | None = None,
 ) -> list[Measured]:  # fmt: skip
-    """What the collector finds in a recorded step: one for every micro-batch that calls blocks, in their order.
-
-    Args:
-        step: A recorded step.
-        size: Of its input.
-        lives: Of its values, where they are known already.
-        calls: Of its blocks, where they are known already.
-    """
+    """What the collector finds in a recorded step: one for every micro-batch that calls blocks, in their order."""
     lives = lives_of(step) if lives is None else lives
     calls = block_calls(step, lives) if calls is None else calls
     counted = account(step, [gap for call in calls for gap in call.gaps], lives)

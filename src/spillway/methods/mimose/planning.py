@@ -14,7 +14,6 @@ from spillway.methods.mimose.choices import Options
 from spillway.methods.mimose.estimator import (
     Estimate,
     Estimates,
-    FitCheck,
     Laws,
     Quadratic,
     Quadratics,
@@ -99,14 +98,6 @@ class PublishedPlanning(AbstractPlanning):
         """What a step of this size is expected to need if nothing is recomputed. Raises ValueError without a sample."""
         fit = self._learn().whole or fit_quadratic(self._whole)
         return max(round(fit.at(size)), 0)
-
-    def checks(self) -> tuple[list[FitCheck], FitCheck]:
-        """Of every block's quadratic, and of the whole model's."""
-        learned = self._learn()
-        samples = [[(one.size, float(one.nbytes)) for one in self._blocks[block]] for block in range(len(self._blocks))]
-        checks = [fit.check(measured) for fit, measured in zip(learned.fits, samples, strict=True)]
-        whole = learned.whole or fit_quadratic(self._whole)
-        return checks, whole.check(self._whole)
 
     def plan(self, size: InputSize, available: Bytes) -> BlockPlan:
         """Algorithm 1 as `Options.reading` has it."""

@@ -70,22 +70,14 @@ class Selection:
     """What is left of the excess although every block is chosen, 0 if it is covered. The listing loops for ever."""
 
 
-def select(
-    nbytes: Sequence[Bytes], excess: Bytes, reading: Reading = Reading(), order: Sequence[int] | None = None
-) -> Selection:
-    """Choose blocks until their bytes cover the excess, or none is left.
-
-    Args:
-        nbytes: Of each block.
-        excess: Bytes to save. At 0 or below nothing is chosen.
-        reading: How the algorithm is read.
-        order: When each block's forward ran; the numbers of the blocks if not given.
-    """
+def select(nbytes: Sequence[Bytes], excess: Bytes, reading: Reading = Reading()) -> Selection:
+    """Choose blocks until their bytes, in the order in which their forwards ran, cover the excess, or none is left.
+    Without excess nothing is chosen."""
     if excess <= 0:
         return Selection(blocks=(), uncovered=0)
-    forwards = sorted(range(len(nbytes)), key=order.__getitem__) if order is not None else range(len(nbytes))
-    by_bytes = sorted(forwards, key=nbytes.__getitem__, reverse=True)  # in order of the forward where bytes are equal
-    buckets = buckets_of(nbytes, by_bytes, reading, order)
+    # In the order of the forward where bytes are equal.
+    by_bytes = sorted(range(len(nbytes)), key=nbytes.__getitem__, reverse=True)
+    buckets = buckets_of(nbytes, by_bytes, reading)
     to_the_front = reading.nothing_covers == "largest-bucket"
     chosen: dict[int, None] = {}
     largest = 0
@@ -102,17 +94,9 @@ def select(
     return Selection(blocks=tuple(chosen), uncovered=max(excess, 0))
 
 
-def buckets_of(
-    nbytes: Sequence[Bytes], by_bytes: Sequence[int], reading: Reading, order: Sequence[int] | None = None
-) -> list[list[int]]:
-    """Lines 4 to 14: blocks of similar bytes together, largest buckets first, each in order of the forward.
-
-    Args:
-        nbytes: Of each block.
-        by_bytes: The blocks, largest first.
-        reading: How line 8 is read.
-        order: When each block's forward ran; the numbers of the blocks if not given.
-    """
+def buckets_of(nbytes: Sequence[Bytes], by_bytes: Sequence[int], reading: Reading) -> list[list[int]]:
+    """Lines 4 to 14: blocks of similar bytes together, largest buckets first, each in order of the forward. `by_bytes`
+    are the blocks, largest first."""
     buckets: list[list[int]] = []
     bucket, least, share, at_least = [], inf, reading.bucket, reading.at_least
     for block in by_bytes:
@@ -125,7 +109,7 @@ def buckets_of(
             least = size - size * share
     for bucket in buckets:
         if len(bucket) > 1:
-            bucket.sort(key=order.__getitem__ if order is not None else None)
+            bucket.sort()
     return buckets
 
 

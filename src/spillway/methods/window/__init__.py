@@ -251,7 +251,6 @@ class _Row:
         return range(self.ops[op], end)
 
     def needed(self, op: int) -> Bytes:
-        """Bytes of all that the op uses."""
         return sum(self.sizes[self.accesses[place][0]] for place in self.of_op(op))
 
 

@@ -80,9 +80,8 @@ class ImprovedWindow(AbstractPlanner):
         exempt: Storages below so many bytes share chunks, and count as what they are.
         smallest: Bytes below which a storage stays.
 
-    Raises:
-        UsageError: The chunk is not above 0, `exempt` or `smallest` is below 0, `gaps` is neither of the two, or SciPy
-            is not installed.
+    Raises UsageError if the chunk is not above 0, `exempt` or `smallest` is below 0, `gaps` is neither of the two, or
+    SciPy is not installed.
     """
 
     name = "window-improved"

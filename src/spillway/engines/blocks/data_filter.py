@@ -17,7 +17,6 @@ class ModuleCall:
     """One forward of a block while blocks are measured."""
 
     name: str
-    """Of the block."""
     inside: int | None
     """The forward that called it, by its place in the record; None at the top."""
     checkpointed: bool
@@ -33,8 +32,7 @@ def valid_calls(record: Sequence[ModuleCall]) -> list[bool]:
     Args:
         record: Calls in the order in which they began, so that each stands behind the one it was made in.
 
-    Raises:
-        ValueError: A call stands before the one that it was made in.
+    Raises ValueError if a call stands before the one that it was made in.
     """
     caller = [call.checkpointed for call in record]
     callee = [call.checkpointed for call in record]
