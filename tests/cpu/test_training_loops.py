@@ -172,7 +172,7 @@ def test_double_backward() -> None:
     assert_trains_as_plainly(program)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 def test_gradients_of_functions() -> None:
     def program(model: nn.Module, optimizer: Optimizer, trainer: Trainer) -> list[Any]:
         parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
