@@ -1,4 +1,4 @@
-"""The wheel that is made from the source distribution is pure, has all that is no module, and trains where installed."""
+"""The wheel made from the source distribution is pure, has all that is no module, and trains where it is installed."""
 
 from __future__ import annotations
 
