@@ -11,6 +11,7 @@ import functools
 import io
 import json
 import sys
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -228,7 +229,8 @@ def begun(memory: Any, batch: Any) -> Iterator[None]:
 def refused(kind: str, method: str, budgets: list[int], blind: bool = False, closes: bool = False) -> dict[str, Any]:
     """Trains under a budget for each rank; what each of them raises, and what the next step does. Of models of their
     own the first rank does not train, and waits for the others. Nobody lets go of the process group before all have
-    raised something. Who is blind sees no connection of this process; who closes leaves no step by itself."""
+    raised something. Who is blind sees no connection of this process; who closes leaves no step by itself. When it was
+    raised is told by a clock that all processes share."""
     if kind == "Lightning":
         from tests.cpu import lightning_processes
 
@@ -238,6 +240,7 @@ def refused(kind: str, method: str, budgets: list[int], blind: bool = False, clo
     model, optimizer = built(kind)
     torch.manual_seed(10 + dist.get_rank())
     told: list[tuple[str, str, int | None]] = []
+    raised: list[float] = []
     waits = kind == "plain" and dist.get_rank() == 0
     for again in range(2):
         try:
@@ -247,9 +250,10 @@ def refused(kind: str, method: str, budgets: list[int], blind: bool = False, clo
                 step = functools.partial(begun, memory) if closes else memory.step
                 list(steps(model, optimizer, "", step, range(STEPS)))
         except SpillwayError as error:
+            raised.append(time.monotonic())
             told.append((type(error).__name__, str(error), error.rank))
     all_have_raised()
-    return {"told": told}
+    return {"told": told, "raised": raised}
 
 
 def all_have_raised() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
+import time
 from collections.abc import Iterable
 from typing import Any, Final
 
@@ -91,11 +92,12 @@ def refused(method: str, budgets: list[int]) -> dict[str, Any]:
     """As `integration_processes.refused`."""
     torch.manual_seed(10 + dist.get_rank())
     callback = SpillwayCallback(budgets[dist.get_rank()], method=method)
-    told = []
+    told, raised = [], []
     for _ in range(2):
         try:
             trainer_of([callback]).fit(Trained(), loader(one for number in range(STEPS) for one in batches(number, 1)))
         except SpillwayError as error:
+            raised.append(time.monotonic())
             told.append((type(error).__name__, str(error), error.rank))
     all_have_raised()
-    return {"told": told}
+    return {"told": told, "raised": raised}

@@ -77,6 +77,7 @@ def test_compiled_blocks_train_as_they_do_without_the_engine(how: str, tmp_path:
     model.load_state_dict(before)
     assert same(plain, trained(model)), "the compiled blocks are there again"
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs, "nothing was compiled twice"
+    assert torch._dynamo.utils.counters["graph_break"] == {}
 
 
 def test_a_compiled_block_that_is_recomputed_holds_nothing_in_between() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -415,16 +414,3 @@ def test_what_is_no_trainer_of_this_callback_is_refused_with_a_sentence(
     monkeypatch.delattr(Trainer, "_finalize_training")
     with pytest.raises(UsageError, match="_finalize_training this version does not have: upgrade transformers"):
         gpt2(str(tmp_path), {}, [SpillwayCallback("5MiB")]).train()
-
-
-@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator is found")
-@pytest.mark.parametrize("example", [transformers_trainer, trl_sft])
-def test_an_example_runs_and_takes_two_lines(
-    example: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    lines = Path(example.__file__).read_text().splitlines()
-    ours = [line.rpartition("  # ")[2] for line in lines if "SpillwayCallback" in line]
-    assert ours == ["the first line", "the second line"]
-    monkeypatch.setattr(sys, "argv", [example.__file__, "--steps", "2"])
-    example.main()
-    assert "'spillway_peak_bytes'" in capsys.readouterr().out

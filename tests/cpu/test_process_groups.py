@@ -110,6 +110,24 @@ def test_what_nobody_manages_of_sharded_models_is_refused_with_a_sentence(method
             raise AssertionError("the step began")
 
 
+@pytest.mark.usefixtures("alone")
+@pytest.mark.filterwarnings("ignore:FSDP is switching")
+def test_a_refusal_of_a_sharded_model_has_room_for_what_is_gathered_at_another_moment() -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4)), nn.Linear(64, 8))
+    for block in list(model)[:-1]:
+        fully_shard(block)
+    fully_shard(model)
+    x = torch.randn(64, 64)
+    with (
+        spillway.manage(model, budget="100KiB") as memory,
+        pytest.raises(spillway.BudgetInfeasible) as raised, memory.step(x),
+    ):  # fmt: skip
+        model(x).square().mean().backward()
+    assert raised.value.smallest_budget - raised.value.needed == (64 * 64 + 64) * 4
+
+
 class Counted(Communicating):
     calls = 0
 

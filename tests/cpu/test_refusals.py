@@ -61,6 +61,25 @@ def test_a_method_that_refuses_what_would_fit_names_a_bound_from_below() -> None
     assert isinstance(refusal_cases.trained(CASES["autoencoder"], "uvm", refusal.smallest_budget), BudgetInfeasible)
 
 
+@pytest.mark.parametrize("method", ["auto", "lru", "checkpoint"])
+def test_where_batches_vary_in_size_a_refusal_says_that_it_is_about_this_one(method: str) -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(4)))
+    said: list[bool] = []
+    with spillway.manage(model, budget="300KiB", method=method) as memory:
+        for rows in (32, 32, 8000, 8000):
+            x = torch.randn(rows, 64)
+            try:
+                with memory.step(x):
+                    model(x).square().mean().backward()
+            except BudgetInfeasible as refusal:
+                said.append("larger ones may need more" in "".join(refusal.__notes__))
+    assert said == [True, True]
+    with spillway.manage(model, budget="300KiB", method=method) as memory:
+        with pytest.raises(BudgetInfeasible) as raised, memory.step(x):
+            model(x).square().mean().backward()
+        assert "larger ones may need more" not in "".join(getattr(raised.value, "__notes__", ()))
+
+
 @pytest.mark.parametrize("method", ["auto", "checkpoint"])
 @pytest.mark.parametrize(
     "seed", range(block_refusal_cases.LARGE, block_refusal_cases.LARGE + len(block_refusal_cases.PLACES))

@@ -1,10 +1,11 @@
-"""What `pip wheel .` makes is pure, has all that is no module in it, and trains from where it is installed."""
+"""The wheel made from the source distribution is pure, has all that is no module, and trains where it is installed."""
 
 from __future__ import annotations
 
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from email.parser import Parser
 from importlib.metadata import version
@@ -17,7 +18,7 @@ from spillway.native import library
 from tests.architecture.source import ROOT
 from tests.cpu.another_process import run_python
 
-BUILD = "import sys; from setuptools.build_meta import build_wheel; print(build_wheel(sys.argv[1]))"
+BUILD = "import sys; from setuptools import build_meta; print(getattr(build_meta, sys.argv[1])(sys.argv[2]))"
 TRAIN = """
     import os
     import torch
@@ -44,10 +45,18 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     shutil.copytree(ROOT / "src", folder / "src", ignore=shutil.ignore_patterns("*.egg-info", "__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
+    source = _built("build_sdist", folder, folder)
+    with tarfile.open(source) as archive:
+        archive.extractall(folder / "unpacked", filter="data")
+    (unpacked,) = (folder / "unpacked").iterdir()
+    return zipfile.ZipFile(_built("build_wheel", unpacked, folder))
+
+
+def _built(what: str, project: Path, folder: Path) -> Path:
     built = subprocess.run(
-        [sys.executable, "-c", BUILD, folder], cwd=folder, capture_output=True, text=True, check=True
+        [sys.executable, "-c", BUILD, what, folder], cwd=project, capture_output=True, text=True, check=True
     )
-    return zipfile.ZipFile(folder / built.stdout.splitlines()[-1])
+    return folder / built.stdout.splitlines()[-1]
 
 
 def test_it_is_pure_and_has_the_version_of_the_package(wheel: zipfile.ZipFile) -> None:

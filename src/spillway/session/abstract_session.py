@@ -41,13 +41,16 @@ from spillway.ir.reading import fits_on_a_line
 from spillway.memory.budget import UNLIMITED
 from spillway.report.figures import scalars
 from spillway.report.html import write_report
-from spillway.session.inputs import check_sharding, gradient_of, leaves, storages
+from spillway.session.inputs import check_sharding, gradient_of, leaves, signature_of, storages
 from spillway.session.ranks import Ranks, ranks_now
 from spillway.session.updates import Updates
 from spillway.units import Bytes, format_bytes
 
 if TYPE_CHECKING:
     from spillway.report.live import LiveLine, LiveView
+
+VARYING: Final = 16
+"""Of so many steps the latest tell whether batches vary in size."""
 
 NAMED: Final = (Kind.PARAMETER, Kind.GRADIENT, Kind.BUFFER, Kind.OPTIMIZER_STATE)
 
@@ -574,7 +577,10 @@ class Session(ABC):
 
 def _told(step: AbstractStep, refusal: BudgetInfeasible) -> BudgetInfeasible:
     try:
-        return step.told(refusal)
+        told = step.told(refusal)
+        if len({signature_of(step._batch), *(report.signature for report in step._session.history[-VARYING:])}) > 1:
+            told.add_note("That is the budget for this step: batches vary in size, and larger ones may need more.")
+        return told
     except Exception as fault:
         _add_note(refusal, "Telling the budget that works", fault)
         return refusal

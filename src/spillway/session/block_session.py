@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from spillway.engines.blocks.block import CallReport
 from spillway.engines.blocks.block_engine import BlockEngine, check_runs_once, environment_of, hooks_are_off
 from spillway.engines.blocks.compiled_blocks import HOOKS, is_compiled
-from spillway.engines.blocks.discovery import find_blocks, sharded_blocks
+from spillway.engines.blocks.discovery import find_blocks, gathered_bytes, sharded_blocks
 from spillway.engines.blocks.extra_forward import is_the_models, without_locals
 from spillway.engines.blocks.hook import Hook
 from spillway.engines.blocks.meter import meter_for
@@ -207,6 +207,8 @@ class BlockSession(Session):
         super().__init__(models, optimizers, writer, live)
         self._model = _one(models)
         self._takes_shards = any(map(fully_sharded, self._model.modules()))
+        self._under_way = gathered_bytes(self._model)
+        """What collectives of sharded modules take at a moment of one step and not of another, by when they end."""
         check_runs_once(self._model)
         self._method = method
         self._budget = Budget(allowed)
@@ -657,7 +659,8 @@ class _Step(AbstractStep):
         self._base = session._meter.begin(self._start)
         if session._paging is not None:
             if sized:
-                self._tries, session._untried = (session._unknown or session._untried) and not self._compiled, False
+                untried, session._untried = session._unknown or session._untried, False
+                self._tries = untried and self._may_be_enough and not self._compiled
             session._paging.come_back(self._entered[1:], self._holds)
             if session._paging.wanted(self._entered[1:], self._start) or self._tries or not sized:
                 self._page(0)
@@ -758,7 +761,7 @@ class _Step(AbstractStep):
         elif family.allows(at := self._dimensions, allowed - level) or family.holds(at, begun, allowed - self._start):
             return False
         else:
-            self._tries = True
+            self._tries = self._may_be_enough
         if later:
             return self.page_from_here()
         self._page(max(level - self._start, 0))
@@ -823,16 +826,29 @@ class _Step(AbstractStep):
         return None if rise is None else rise + self.state
 
     @property
+    def under_way(self) -> Bytes:
+        return self._session._under_way
+
+    @property
     def state(self) -> Bytes:
         return self._session._needs_of_all().state
 
     @property
-    def update(self) -> Bytes:
+    def _missing(self) -> Bytes:
+        """Of gradients that a backward creates."""
         groups = [group for optimizer in self._session._optimizers for group in optimizer.param_groups]
         without = [one for group in groups for one in group["params"] if one.requires_grad and one.grad is None]
-        missing: Bytes = sum(local_of(one).numel() * one.element_size() for one in without)
+        return sum(local_of(one).numel() * one.element_size() for one in without)
+
+    @property
+    def _may_be_enough(self) -> bool:
+        """Whether recomputing every block may be, beside what no block has a say in."""
+        return self._start + self._missing <= self._session._budget.allowed
+
+    @property
+    def update(self) -> Bytes:
         needs = self._session._needs_of_all()
-        return missing + needs.state + needs.working + LOSS
+        return self._missing + needs.state + needs.working + LOSS
 
     def _decide(self, available: Bytes) -> tuple[Decision, Forecast | None, InputSize, bool]:
         decision, forecast, size, bypassed = self._decide_alone(available)
@@ -862,7 +878,7 @@ class _Step(AbstractStep):
             there = [local_of(one).nbytes for one in self._session._gradients]
             available -= max(there, default=0)
         missed = self._session._paging.missed(self._entered[1:]) if self._session._paging is not None else 0
-        available -= missed
+        available -= missed + self._session._under_way
         decision = method.begin(self._size, available)
         self._session._planner = method
         self._new |= decision.phase is Phase.COLLECTING
@@ -973,15 +989,17 @@ class _Step(AbstractStep):
             refusal.add_note(
                 "The next step of this size is watched op by op, so that it fits (BlockOptions(page=True))."
             )
-        left = session._named_bytes(self._batch)
-        if refusal.op != "the step" or self._optimized or left <= self._start or watch is None:
-            return refusal
-        rise = watch.recomputing_again()
-        if rise is None:
+        left, smallest, exact = session._named_bytes(self._batch), refusal.smallest_budget, refusal.exact
+        if refusal.op == "the step" and not self._optimized and left > self._start and watch is not None:
+            rise = watch.recomputing_again()
+            if rise is not None:
+                smallest, exact = max(smallest, left + rise), True
+        smallest += session._under_way
+        if (smallest, exact) == (refusal.smallest_budget, refusal.exact):
             return refusal
         return BudgetInfeasible(
             needed=refusal.needed, allowed=refusal.allowed, op=refusal.op, op_index=refusal.op_index,
-            smallest_budget=max(refusal.smallest_budget, left + rise), exact=True,
+            smallest_budget=smallest, exact=exact,
         )  # fmt: skip
 
     def conclude(self) -> None:

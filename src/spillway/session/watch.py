@@ -173,6 +173,10 @@ class Foresight(Protocol):
         """Whether the model consists of other modules than were known: its blocks are looked for in the next step."""
 
     @property
+    def under_way(self) -> Bytes:
+        """What may be there or not, by when collectives end."""
+
+    @property
     def state(self) -> Bytes:
         """Of the optimizers, that is not there yet."""
 
@@ -439,6 +443,7 @@ class StepWatch:
             return
         taken = self._taken()
         allowed = self._budget.allowed - 2 * coarse(self._budget.allowed)  # a copy that is too early ends the step
+        allowed -= self._foresight.under_way
         passed, room = 0, UNBOUNDED  # bytes of calls between that are read ahead, and counted among what these save
         for call in range(number, min(due) - 1, -1):
             if call not in one.ended:

@@ -257,6 +257,16 @@ def _family_inside(module: nn.Module, watch: Watch) -> bool:
     return most > 0 and most >= DESCEND_SHARE * watch.nbytes(module)
 
 
+def gathered_bytes(model: nn.Module) -> Bytes:
+    """What the largest of its modules that `fully_shard` has sharded is, when it is gathered."""
+    sharded = [name for name, one in model.named_modules() if fully_sharded(one)]
+    whole: Counter[str] = Counter()
+    for name, one in model.named_parameters():
+        above = [other for other in sharded if name.startswith(f"{other}." if other else "")]
+        whole.update({max(above, key=len): one.numel() * one.element_size()} if above else {})
+    return max(whole.values(), default=0)
+
+
 def sharded_blocks(model: nn.Module) -> list[str]:
     """Names of the modules below the root that `fully_shard` gathers by themselves, of the outermost ones those with
     modules inside; empty without. Before such a block runs again its parameters have been gathered for its backward, so
