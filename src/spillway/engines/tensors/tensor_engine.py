@@ -125,11 +125,6 @@ class TensorEngine(AbstractTensorEngine):
         self._dispatch.hook()
 
     @property
-    def ops_taken_natively(self) -> int:
-        """Ops that ran in the native hook, in all steps so far; views count."""
-        return self._dispatch.taken_natively
-
-    @property
     def tier(self) -> DiskTier:
         """The spill file of a session on the CPU."""
         return self._on_cpu.tier
@@ -651,7 +646,9 @@ class TensorEngine(AbstractTensorEngine):
     def needs_no_watch(self) -> bool:
         """Whether a step like the one that ended last may run unwatched: the arena would have seen all that it made."""
         odd = self.unmanaged or self.sparse_tensors or self.ran_eagerly or len(self.controller.flights)
-        return self.backend.unwatched is not None and self._dispatch.heard_one_thread and not odd
+        native = self._dispatch.native
+        heard_one_thread = native is not None and not native.heard_other_threads
+        return self.backend.unwatched is not None and heard_one_thread and not odd
 
     @property
     def resident(self) -> Bytes:
