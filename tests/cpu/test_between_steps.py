@@ -319,7 +319,7 @@ def test_closing_brings_everything_back_into_memory_of_torchs_own() -> None:
     memory.close()
     assert all(tensor.untyped_storage().resizable() for tensor in large)
     assert [image(tensor) for tensor in everything(model, optimizer)] == plain
-    assert memory._engine.tier.closed
+    assert memory._engine.backend.tier.closed
 
 
 def test_a_model_outlives_a_session_that_nobody_closed() -> None:

@@ -189,13 +189,13 @@ def test_a_system_without_threads_refuses_copies_and_nothing_else(
 
     out, back = torch.arange(ITEMS), torch.arange(ITEMS) * 2
     put_away(memory, back, Move)
-    workers, memory._engine.tier._workers = memory._engine.tier._workers, None
+    workers, memory._engine.backend.tier._workers = memory._engine.backend.tier._workers, None
     assert workers is not None
     workers.shutdown()
-    threads, before = threading.active_count(), memory._engine.tier.used
+    threads, before = threading.active_count(), memory._engine.backend.tier.used
     monkeypatch.setattr(threading.Thread, "start", seldom)
     assert not begin(memory, out, Copy)
-    assert (threading.active_count(), memory._engine.tier.used) == (threads, before)
+    assert (threading.active_count(), memory._engine.backend.tier.used) == (threads, before)
     numbers = itertools.count(1)
     assert not begin(memory, back, Fetch)
     assert memory._engine.controller.counters.refusals == {"no worker": 2}
@@ -204,7 +204,7 @@ def test_a_system_without_threads_refuses_copies_and_nothing_else(
 
 def test_a_disk_that_is_full_is_found_out_when_the_storage_is_to_leave(memory: Session) -> None:
     tensor = torch.arange(ITEMS)
-    tier = memory._engine.tier
+    tier = memory._engine.backend.tier
     tier.free(tier._reserve(8 * ITEMS))  # the file is long enough: the bytes are what does not fit
     with files_end_at(4096):
         assert begin(memory, tensor, Copy)
@@ -238,7 +238,7 @@ def test_what_dies_on_its_way_in_leaves_nothing(memory: Session, monkeypatch: py
     gate.open.set()
     del tensor
     memory._engine.controller.collect_dead()
-    assert (resident(memory), memory._engine.tier.used) == (before, 0)
+    assert (resident(memory), memory._engine.backend.tier.used) == (before, 0)
 
 
 def test_a_damaged_file_is_found_out_when_the_bytes_are_wanted(memory: Session) -> None:
@@ -246,7 +246,7 @@ def test_a_damaged_file_is_found_out_when_the_bytes_are_wanted(memory: Session) 
     put_away(memory, tensor, Move)
     value = storage_of(memory, tensor).value
     assert value is not None
-    file, place, before = memory._engine.tier._file, value.home.offset + 1000, resident(memory)
+    file, place, before = memory._engine.backend.tier._file, value.home.offset + 1000, resident(memory)
     right = os.pread(file, 7, place)
     os.pwrite(file, b"damaged", place)
     assert begin(memory, tensor, Fetch)
@@ -287,7 +287,7 @@ def test_a_process_that_is_forked_waits_for_no_worker_that_it_does_not_have(
     put_away(memory, whole, Move)
     value = storage_of(memory, damaged).value
     assert value is not None
-    file, place = memory._engine.tier._file, value.home.offset + 1000
+    file, place = memory._engine.backend.tier._file, value.home.offset + 1000
     right = os.pread(file, 7, place)
     os.pwrite(file, b"damaged", place)
     gate = Gate(monkeypatch, "read")

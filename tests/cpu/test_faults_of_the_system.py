@@ -144,7 +144,7 @@ def test_ctrl_c_while_a_session_closes_leaves_it_closed() -> None:
         with pytest.raises(KeyboardInterrupt), signal_at_line(signal.SIGINT, line):
             memory.close()
         memory.close()  # the first call may not have begun
-        assert memory._engine.tier.closed, f"line {line}"
+        assert memory._engine.backend.tier.closed, f"line {line}"
         assert all(p.untyped_storage().resizable() for p in away), f"line {line}"
         assert difference(state_of(model, optimizer), expected) is None
 
@@ -547,8 +547,8 @@ def test_a_session_computes_the_same_past_the_page_cache(order: str) -> None:
         method=ORDERS[order](),
         spill=spillway.SpillOptions(directory=Path.cwd(), io="direct"),
     ) as memory:
-        if memory._engine.tier.io != "direct":
-            pytest.skip(memory._engine.tier.io_note)
+        if memory._engine.backend.tier.io != "direct":
+            pytest.skip(memory._engine.backend.tier.io_note)
         for number in range(1, 4):
             with memory.step():
                 step_of(model, optimizer, number)

@@ -474,7 +474,7 @@ def test_the_end_of_a_step_forgets_every_recipe_and_nothing_piles_up() -> None:
             assert not engine.controller.dropped
             assert all(storage.value.recipe is None for storage in engine.table.values() if storage.value)
             known.append(len(engine.table))
-            slots.append(engine.tier.used)
+            slots.append(engine.backend.tier.used)
         assert sum(report.drops for report in memory.history) > 0
     assert len(set(known[2:])) == 1
     assert max(slots[6:]) <= max(slots[:6])

@@ -195,7 +195,7 @@ def test_nothing_outlives_its_steps(order: str) -> None:
             if number % 4 == 3:
                 gc.collect()
                 storages.add(live_storages() - others)
-                slots.add(memory._engine.tier.used)
+                slots.add(memory._engine.backend.tier.used)
                 residents.add(memory.history[-1].end_bytes + slots_in_use(memory))
         assert sum(report.moves + report.drops for report in memory.history) > 0
     assert len(residents) == 1

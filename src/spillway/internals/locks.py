@@ -17,11 +17,6 @@ def renew_in_children(owner: Any, name: str) -> None:
     _owners.setdefault(owner, set()).add(name)
 
 
-def renewed_in_children(owner: Any) -> frozenset[str]:
-    """The names of its locks of which that was said."""
-    return frozenset(_owners.get(owner, ()))
-
-
 def held_here(lock: Any) -> bool:
     """Whether this thread holds a reentrant lock."""
     return bool(lock._is_owned())

@@ -51,23 +51,13 @@ class Dispatch:
         self._thread = 0
         self._around: Around | None = None
         self._watcher = Watcher(self._handlers, self._learn)
-        self._hook: NativeHook | None = None
-
-    @property
-    def taken_natively(self) -> int:
-        """Ops that ran in the native hook."""
-        return self._hook.taken if self._hook is not None else 0
-
-    @property
-    def heard_one_thread(self) -> bool:
-        """Whether all ops of this step came from its own thread, as far as that is known."""
-        return self._hook is not None and not self._hook.heard_other_threads
+        self.native: NativeHook | None = None
 
     def survey(self) -> tuple[list[Storage], Bytes, int]:
         """Between steps: storages that have to be looked at one by one, the bytes of all others, which are present and
         have the size that is known, and how many storages have escaped."""
-        if self._hook is not None:
-            return self._hook.survey()
+        if self.native is not None:
+            return self.native.survey()
         storages = list(self._engine.table.values())
         return storages, 0, sum(storage.escaped for storage in storages)
 
@@ -75,21 +65,21 @@ class Dispatch:
         self, models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer], asked: tuple[int, int]
     ) -> list[torch.Tensor] | None:
         """As the hook has it; None without one."""
-        return self._hook.uncounted(models, optimizers, asked) if self._hook is not None else None
+        return self.native.uncounted(models, optimizers, asked) if self.native is not None else None
 
     def hook(self) -> None:
         """From now on ops arrive at the native hook first, where there is one."""
         hooked = self._engine.backend.hooked
         native = native_module() if hooked is not None else None
         if hooked is not None and native is not None:
-            self._hook = NativeHook(self._engine, self._watcher, hooked, native)
+            self.native = NativeHook(self._engine, self._watcher, hooked, native)
 
     def _learn(self, func: Any) -> Handler:
         known = self._known.get(id(func))
         if known is None:
             info = self._engine.info_of(func)
-            if self._hook is not None:
-                self._hook.learn(info)
+            if self.native is not None:
+                self.native.learn(info)
             handlers = (handler_for(info, self._engine, self._usual, recipes=recipes) for recipes in (True, False))
             known = self._known[id(func)] = Known(func, *handlers)
         handler = self._handlers[id(func)] = self._watched(known)
@@ -102,8 +92,8 @@ class Dispatch:
 
     def disarm(self) -> None:
         """In a forked child: let every op through."""
-        if self._hook is not None:
-            self._hook.disarm()
+        if self.native is not None:
+            self.native.disarm()
         self._watcher.disarm()
 
     def push(self, around: Around | None = None) -> None:
@@ -120,8 +110,8 @@ class Dispatch:
     def rearm(self) -> None:
         """What is wanted of handlers has changed: choose among them again."""
         self._handlers.clear()
-        if self._hook is not None and self._around is None:
-            self._hook.arm(recording=self._engine.recording)
+        if self.native is not None and self._around is None:
+            self.native.arm(recording=self._engine.recording)
 
     def stand_alone(self) -> None:
         """Nothing stands around handlers from here on."""
@@ -130,8 +120,8 @@ class Dispatch:
 
     def pop(self) -> None:
         """Watch no longer. Calling it again does nothing."""
-        if self._hook is not None:
-            self._hook.disarm()
+        if self.native is not None:
+            self.native.disarm()
         self._watcher.end()
         end_eagerly(self._thread)
         self._around = None
@@ -141,8 +131,8 @@ class Dispatch:
         """What is known about ops has changed: make their handlers again when they come next."""
         self._known.clear()
         self._handlers.clear()
-        if self._hook is not None:
-            self._hook.forget()
+        if self.native is not None:
+            self.native.forget()
 
 
 def build_usual(engine: AbstractTensorEngine) -> Usual:
@@ -216,7 +206,8 @@ def build_completion(engine: AbstractTensorEngine) -> Completion:
     ) -> Any:  # fmt: skip
         payload: Any = None
         recorded = recipes_exist and engine.recording and info.exactness and not opaque
-        if recorded and (info.fresh or _has_history(writes)):
+        # The next version of what is written can be recomputed if its present one can.
+        if recorded and (info.fresh or any(one.value is not None and one.value.recipe is not None for one in writes)):
             payload = recorder.payload(info, args, kwargs, reads, places, scratch)
         began = now()
         try:
@@ -320,11 +311,6 @@ def _record_generally(
     recorded = [(place, geometry_of(t)) for place, t, _ in operands(info, args, kwargs) if place in wanted]
     random = random_state(kwargs, device.generator) if info.seeded else None
     return Call(info.func, holes, named, recorded, OpEnvironment.now(device.settings), (0,), scratch, random)
-
-
-def _has_history(writes: Sequence[Storage]) -> bool:
-    """Whether the next version of anything written can be recomputed: its present one must have a recipe."""
-    return any(storage.value is not None and storage.value.recipe is not None for storage in writes)
 
 
 @final

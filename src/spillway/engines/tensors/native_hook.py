@@ -60,12 +60,6 @@ class NativeHook:
         )  # fmt: skip
 
     @property
-    def taken(self) -> int:
-        """Ops that ran there."""
-        taken: int = self._native.taken
-        return taken
-
-    @property
     def heard_other_threads(self) -> bool:
         """Whether an op of this step came from another thread than the step's."""
         elsewhere: bool = self._native.elsewhere

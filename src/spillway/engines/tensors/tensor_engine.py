@@ -36,7 +36,7 @@ from spillway.internals.interrupts import deliver
 from spillway.internals.private import bytes_over, is_leaf, is_wrapper, unheard
 from spillway.internals.private import storage_address as _address
 from spillway.internals.private import storage_of as _storage_of
-from spillway.internals.process_memory import Reclaimer, ResidentSet
+from spillway.internals.process_memory import ResidentSet
 from spillway.ir.spans import Transfers, total
 from spillway.ir.step import Phase
 from spillway.ir.timeline import Kind
@@ -46,7 +46,6 @@ from spillway.memory.lanes import stalled_intervals, transfers_beside, unseen
 from spillway.memory.ledger import SMALLEST_MOVABLE
 from spillway.memory.records import DROPPED, LARGE, Storage, Value
 from spillway.methods.base import AbstractPolicy
-from spillway.tiers.disk import DiskTier
 from spillway.tiers.spill_file import SpillIO
 from spillway.units import Bytes, Seconds
 
@@ -125,24 +124,9 @@ class TensorEngine(AbstractTensorEngine):
         self._dispatch.hook()
 
     @property
-    def ops_taken_natively(self) -> int:
-        """Ops that ran in the native hook, in all steps so far; views count."""
-        return self._dispatch.taken_natively
-
-    @property
-    def tier(self) -> DiskTier:
-        """The spill file of a session on the CPU."""
-        return self._on_cpu.tier
-
-    @property
     def resident_set(self) -> ResidentSet:
         """Of the process, for a session on the CPU."""
         return self._on_cpu.resident_set
-
-    @property
-    def reclaimer(self) -> Reclaimer:
-        """What keeps it near the account."""
-        return self._on_cpu.reclaimer
 
     @property
     def _on_cpu(self) -> CpuBackend:
@@ -651,7 +635,9 @@ class TensorEngine(AbstractTensorEngine):
     def needs_no_watch(self) -> bool:
         """Whether a step like the one that ended last may run unwatched: the arena would have seen all that it made."""
         odd = self.unmanaged or self.sparse_tensors or self.ran_eagerly or len(self.controller.flights)
-        return self.backend.unwatched is not None and self._dispatch.heard_one_thread and not odd
+        native = self._dispatch.native
+        heard_one_thread = native is not None and not native.heard_other_threads
+        return self.backend.unwatched is not None and heard_one_thread and not odd
 
     @property
     def resident(self) -> Bytes:
