@@ -11,13 +11,14 @@ from hypothesis import given, settings
 
 from spillway.costs.device import Device
 from spillway.errors import UsageError
-from spillway.ir import Change, Gap, Host, Lane, Packed, Plan, Recompute, Step, verify
+from spillway.ir import Change, Gap, Host, Lane, Packed, Phase, Plan, Recompute, Step, verify
 from spillway.methods.base import MemoryView, Proposal
 from spillway.methods.planned import Planned
 from spillway.simulation.simulated_engine import simulate
 from spillway.units import Bytes
 from tests.pure.recorded import DEVICE, LAYER, layers
 from tests.pure.test_ir_properties import PLENTY, Machine, plan_of, steps_with_plans, verdict
+from tests.pure.training_steps import Recorder
 
 
 def timed(step: Step) -> Step:
@@ -70,6 +71,18 @@ def test_a_verified_plan_needs_no_more_than_it_projects(case: tuple[Step, Plan])
     assert ran.timeline.peak() <= ran.peak_bytes == ran.reserved_bytes <= plan.projected
     if not any(isinstance(gap.home, Recompute) for gap in plan.gaps):
         assert ran.peak_bytes == machine.peak
+
+
+def test_what_is_only_written_over_comes_back_without_temporaries_of_a_replay() -> None:
+    recorder = Recorder()
+    written, _ = recorder.op("two", Phase.FORWARD, [], [LAYER, LAYER])
+    recorder.op("nothing", Phase.FORWARD, [], [])
+    recorder.op("fill_", Phase.FORWARD, [], [], writes=(written,))
+    step = timed(recorder.step({written}))
+    plan = told(step, Gap(value=0, start=1, end=2, home=Recompute(ops=(0,), temporaries=0)))
+    policy = never_relieved(plan, step)
+    ran = simulate(step, allowed=plan.projected, method=policy, device=DEVICE)
+    assert (ran.status, ran.drops, ran.moves) == ("ok", 0, 1)
 
 
 DEEP = layers(16)

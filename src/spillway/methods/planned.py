@@ -11,8 +11,8 @@ NOTE [When]. A gap [start, end) begins as op `start - 1` ends, and what comes ba
  4. Where copies begin at ops instead (`begin="at op"`), the copy out begins right after the last use before the gap,
     and the copy in before op `end`: from there on its bytes count. The first op that uses them waits for them; if that
     is op `end` itself, nobody else copies them.
- 5. A recipe that the controller refuses becomes a move, and so does one that names no ops, of a value that dies or is
-    written over without coming back: the same bytes leave.
+ 5. A recipe that the controller refuses becomes a move, and so does that of a value that is written over without coming
+    back, or one that names no ops, of a value that dies: the same bytes leave.
 
 When the step creates other storages than the recorded one, the plan is not about it: nothing more is proposed in that
 step but the stalest storage, when room is short.
@@ -184,7 +184,7 @@ class Planned(AbstractPolicy):
             storage = self._storage(gap)
             if storage is None or storage.number in away:
                 continue
-            if isinstance(gap.home, Recompute) and (gap in self._gaps.coming_back or gap.home.ops):
+            if isinstance(gap.home, Recompute) and self._gaps.may_drop(gap, gap.home):
                 granted = yield Drop(storage, frozenset(gap.home.ops), gap.end)
                 if granted:
                     continue
@@ -314,6 +314,11 @@ class _Gaps:
                 self.coming_back.add(gap)
         for gaps in self.ending.values():  # moved values first, then every recomputed one after what it may need
             gaps.sort(key=lambda gap: self._lives[gap.value].created if isinstance(gap.home, Recompute) else -2)
+
+    def may_drop(self, gap: Gap, recipe: Recompute) -> bool:
+        """Whether the recipe brings it back, or nothing does. What is only written over comes back all the same, and
+        the plan has no temporaries for that."""
+        return gap in self.coming_back or (bool(recipe.ops) and self._lives[gap.value].dies <= gap.end)
 
     def storage_of(self, gap: Gap) -> StorageId:
         """The storage whose bytes are gone."""
