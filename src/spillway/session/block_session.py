@@ -213,8 +213,6 @@ class BlockSession(Session):
         super().__init__(models, optimizers, writer, live)
         self._model = _one(models)
         self._takes_shards = any(map(fully_sharded, self._model.modules()))
-        self._under_way = gathered_bytes(self._model)
-        """What collectives of sharded modules take at a moment of one step and not of another, by when they end."""
         check_runs_once(self._model)
         self._method = method
         self._budget = Budget(allowed)
@@ -298,6 +296,11 @@ class BlockSession(Session):
     def _rebuilt(self) -> bool:
         """Whether the model consists of other modules than when its blocks were opened, or looked for."""
         return self._parts != tuple(modules_of(self._models))
+
+    @functools.cached_property
+    def _under_way(self) -> Bytes:
+        """What collectives of sharded modules take at a moment of one step and not of another, by when they end."""
+        return gathered_bytes(self._model)
 
     @property
     def _gradients(self) -> list[torch.Tensor]:
