@@ -668,11 +668,11 @@ class _Step(AbstractStep):
         self._new = collecting or self._key not in self._family.traced
         self._base = session._meter.begin(self._start)
         if session._paging is not None:
+            untried = sized and (session._unknown or session._untried) and not self._compiled
             if sized:
-                untried, session._untried = session._unknown or session._untried, False
-                self._tries = untried and self._may_be_enough and not self._compiled
+                self._tries, session._untried = untried and self._may_be_enough, False
             session._paging.come_back(self._entered[1:], self._holds)
-            if session._paging.wanted(self._entered[1:], self._start) or self._tries or not sized:
+            if session._paging.wanted(self._entered[1:], self._start) or untried or not sized:
                 self._page(0)
                 return
         session._budget.begin(self._start)
