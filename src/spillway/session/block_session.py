@@ -207,8 +207,6 @@ class BlockSession(Session):
         super().__init__(models, optimizers, writer, live)
         self._model = _one(models)
         self._takes_shards = any(map(fully_sharded, self._model.modules()))
-        self._under_way = gathered_bytes(self._model)
-        """What collectives of sharded modules take at a moment of one step and not of another, by when they end."""
         check_runs_once(self._model)
         self._method = method
         self._budget = Budget(allowed)
@@ -292,6 +290,11 @@ class BlockSession(Session):
     def _rebuilt(self) -> bool:
         """Whether the model consists of other modules than when its blocks were opened, or looked for."""
         return self._parts != tuple(modules_of(self._models))
+
+    @functools.cached_property
+    def _under_way(self) -> Bytes:
+        """What collectives of sharded modules take at a moment of one step and not of another, by when they end."""
+        return gathered_bytes(self._model)
 
     @property
     def _gradients(self) -> list[torch.Tensor]:
@@ -658,11 +661,11 @@ class _Step(AbstractStep):
         self._new = collecting or self._key not in self._family.traced
         self._base = session._meter.begin(self._start)
         if session._paging is not None:
+            untried = sized and (session._unknown or session._untried) and not self._compiled
             if sized:
-                untried, session._untried = session._unknown or session._untried, False
-                self._tries = untried and self._may_be_enough and not self._compiled
+                self._tries, session._untried = untried and self._may_be_enough, False
             session._paging.come_back(self._entered[1:], self._holds)
-            if session._paging.wanted(self._entered[1:], self._start) or self._tries or not sized:
+            if session._paging.wanted(self._entered[1:], self._start) or untried or not sized:
                 self._page(0)
                 return
         session._budget.begin(self._start)
