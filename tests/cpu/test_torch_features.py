@@ -270,7 +270,7 @@ def test_a_model_that_is_managed_is_exported_as_it_is(strict: bool) -> None:
         assert memory.blocks
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 def test_torchscript_does_not_compile_a_managed_model_and_says_what_to_do() -> None:
     """Blocks have something in front of them, steps that are watched and integrations have hooks."""
     model, x = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(3))), torch.randn(8, 16)
