@@ -51,6 +51,11 @@ def compiled_model(how: str) -> Chain:
     return model
 
 
+def graph_breaks() -> int:
+    """Since this process began."""
+    return sum(torch._dynamo.utils.counters["graph_break"].values())
+
+
 def trained(model: nn.Module) -> list[Tensor]:
     torch.manual_seed(1)
     found: list[Tensor] = []
@@ -66,7 +71,7 @@ def test_compiled_blocks_train_as_they_do_without_the_engine(how: str, tmp_path:
     model = compiled_model(how)
     before = copy.deepcopy(model.state_dict())
     plain = trained(model)
-    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    graphs, breaks = torch._dynamo.utils.counters["stats"]["unique_graphs"], graph_breaks()
     assert graphs > 0
     for action in LOSSLESS:
         model.load_state_dict(before)
@@ -77,7 +82,7 @@ def test_compiled_blocks_train_as_they_do_without_the_engine(how: str, tmp_path:
     model.load_state_dict(before)
     assert same(plain, trained(model)), "the compiled blocks are there again"
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs, "nothing was compiled twice"
-    assert torch._dynamo.utils.counters["graph_break"] == {}
+    assert graph_breaks() == breaks
 
 
 def test_a_compiled_block_that_is_recomputed_holds_nothing_in_between() -> None:

@@ -422,10 +422,10 @@ def _cell(cell: types.CellType) -> Any:
 
 
 def _own(thing: Any, name: str) -> Any:
-    """An attribute, without the code with which a class may answer for those that are not there."""
+    """An attribute, without the code with which a class may answer for those that are not there (`__getattr__`)."""
     try:
-        return object.__getattribute__(thing, name)
-    except AttributeError:
+        return cast(Any, type(thing)).__getattribute__(thing, name)
+    except Exception:
         return _MISSING
 
 
