@@ -64,7 +64,7 @@ def test_near_the_limit_it_looks_oftener(used: int, looks: int) -> None:
 def test_where_pages_are_kept_it_looks_less_often() -> None:
     resident = Resident(used=99 * MiB, freed=0)
     watching = reclaimer(resident, kept=True)
-    for _ in range(66):
+    for _ in range(18):
         watching.created(1 * MiB)
     assert resident.reads == 2
 

@@ -113,7 +113,7 @@ class Reclaimer:
 
     def __init__(self, resident_set: ResidentSet, *, kept: bool = False) -> None:
         self._resident_set = resident_set
-        self._least, self._most = (16 * _LEAST, 16 * _MOST) if kept else (_LEAST, _MOST)
+        self._least, self._most = (4 * _LEAST, 16 * _MOST) if kept else (_LEAST, _MOST)
         self._headroom: Bytes = 0
         self._arriving: Bytes = 0
         self._returned: Bytes = -_LEAST  # what was resident when all freed memory had been returned last
