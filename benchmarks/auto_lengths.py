@@ -6,7 +6,6 @@ import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
 from itertools import islice
 from typing import Any, Final
 from unittest.mock import patch
@@ -79,7 +78,7 @@ def run(size: Size, tell: Tell) -> Result:
 
 
 COLUMNS: Final[Sequence[Column]] = (
-    *columns.text(competitor="competitor", steps="steps", over="over budget", plans="plans"),
+    *columns.text(competitor="competitor", steps="steps", over="over budget", plans="plans", later="later"),
     *columns.nbytes(budget_bytes="budget", peak_bytes="highest peak", growth="growth"),
     *columns.seconds(seconds="time"),
     *columns.ratios(ratio="x plain"),
@@ -87,8 +86,9 @@ COLUMNS: Final[Sequence[Column]] = (
     *columns.text(losses="losses"),
 )
 NOTES: Final = (
-    "Plans: how many steps of the second half followed. Growth: of the resident set's peak after the settled steps; "
-    "plain training's is that of its allocator. Ratios are of sums over the steps after the first tenth, which learns.",
+    "Plans: how many were made in all steps, later in their second half. Growth: of the resident set's peak after the "
+    "settled steps; plain training's is that of its allocator. Ratios are of sums over the steps after the first "
+    "tenth, which learns.",
 )
 
 
@@ -127,12 +127,14 @@ def competitor(*, size: Size, budget: int, bucket: float | None) -> Callable[[],
     warm_up()
     memory = PeakMemory()
     model, optimizer = _trained(size)
-    session = None
+    session, made = None, list[None]()
     if bucket is not None:
         patch.object(auto, "BUCKET", bucket).start()  # of this process
+        planned = auto.Auto._planned
+        patch.object(auto.Auto, "_planned", lambda *given: made.append(None) or planned(*given)).start()
         session = spillway.manage(model, optimizer, budget=budget)
     lengths = iter(_drawn(size))
-    return partial(_tenth, model, optimizer, session, lengths, size, memory)
+    return lambda: _tenth(model, optimizer, session, lengths, size, memory) | {"plans": len(made)}
 
 
 def _tenth(
@@ -151,8 +153,7 @@ def _tenth(
         "losses": losses, "seconds": seconds, "grown": grown,
         "reports": [
             {
-                "peak": report.peak_bytes, "plan": report.projected_seconds, "planning": report.planning_seconds,
-                "seconds": report.seconds,
+                "peak": report.peak_bytes, "planning": report.planning_seconds, "seconds": report.seconds,
             }
             for report in reports
         ],
@@ -174,7 +175,7 @@ def _row(
         {
             "budget_bytes": budget, "peak_bytes": max(report["peak"] for report in reports),
             "over": sum(report["peak"] > budget for report in reports),
-            "plans": len({report["plan"] for report in reports[len(reports) // 2 :]} - {0.0}),
+            "plans": tenths[-1]["plans"], "later": tenths[-1]["plans"] - tenths[len(tenths) // 2 - 1]["plans"],
             "planning": sum(report["planning"] for report in reports) / sum(report["seconds"] for report in reports),
         }
         if reports

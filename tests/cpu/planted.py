@@ -138,6 +138,7 @@ RIGHT: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
                         "losses": "as plain",
                         "over": 0,
                         "plans": 50,
+                        "later": 0,
                         "planning": 1e-4,
                     }
                     for name in ("auto", "auto, a plan for every length")
