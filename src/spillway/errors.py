@@ -130,6 +130,7 @@ class BudgetInfeasible(SpillwayError):
     needed: int
     """Bytes that have to be resident at once for the op to run."""
     allowed: int
+    """The budget, in bytes."""
     op: str
     """Name of the op that does not fit."""
     op_index: int

@@ -300,3 +300,16 @@ def test_another_storage_for_a_tensor_needs_that_one_in_memory_and_no_more(given
             assert before[0] == 1.0
             assert z[0, 0] == 3.0
         assert memory.history[-1].bytes_out
+
+
+@pytest.mark.parametrize(("rows", "varies"), [((64, 64, 64), False), ((64, 32, 64), True)], ids=["numbers", "sizes"])
+def test_a_refusal_says_that_it_is_of_one_size_where_batches_vary_in_size(rows: tuple[int, ...], varies: bool) -> None:
+    model = nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 256))
+    with spillway.manage(model, budget=None, method="lru") as memory:
+        for number, count in enumerate(rows):
+            with memory.step((x := torch.randn(count, 256), number)):
+                model(x).sum().backward()
+        memory.budget = "100KiB"
+        with pytest.raises(BudgetInfeasible) as refused, memory.step((x, len(rows))):
+            model(x).sum().backward()
+    assert any("batches vary in size" in note for note in getattr(refused.value, "__notes__", [])) == varies

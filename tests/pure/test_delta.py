@@ -190,6 +190,7 @@ def test_what_was_offloaded_comes_back_by_recomputation_where_that_is_chosen_and
     policy, away = Delta(recomputes=recomputes), (CHEAPLY_MADE, DEARLY_MADE, UNCOMPUTABLE)
     view = Shelves((), away=away)
     assert [shelf for shelf in away if policy.bring_back(view, shelf) is Recall.RECOMPUTE] == recomputed
+    assert policy.recalls == bool(recomputed), "else nobody asks"
 
 
 def test_the_chain_of_what_was_offloaded_is_asked_for_only_where_its_own_op_is_cheaper_than_the_reload(

@@ -44,7 +44,7 @@ METHOD: Final = "auto"
 def train(
     *,
     workload: Workload,
-    budget: Annotated[str, typer.Option(help='Bytes, "6GiB", "80%" of the machine\'s memory, or "none".')],
+    budget: Annotated[str, typer.Option(help='Bytes, "6GiB", "80%" of usable memory, or "none".')],
     method: Method = METHOD,
     steps: Steps = STEPS,
     spill_directory: SpillDirectory = None,

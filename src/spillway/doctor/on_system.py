@@ -30,14 +30,7 @@ def memory(root: Path = ROOT) -> Finding:
         for name, kibibytes in re.findall(r"^(\w+): +(\d+) kB$", (root / "proc/meminfo").read_text(), re.MULTILINE):
             sizes[name] = int(kibibytes) * 1024
     physical, available = sizes.get("MemTotal", 0), sizes.get("MemAvailable", 0)
-    limit, addresses, problems = container_limit(root), resource.getrlimit(resource.RLIMIT_AS)[0], []
-    if limit is not None and limit < physical:
-        what = (
-            f"The container ends a process at {format_bytes(limit)}, and a budget in per cent is one of the machine's "
-            f"{format_bytes(physical)}."
-        )
-        fix = f"Name the budget in bytes, some way below {format_bytes(limit)}."
-        problems.append(Problem(what=what, fix=fix))
+    limit, addresses, problems = container_limit(root), resource.getrlimit(resource.RLIMIT_AS)[0], list[Problem]()
     if addresses not in (resource.RLIM_INFINITY, -1) and addresses < 2 * TiB:
         what = (
             f"A process may use {format_bytes(addresses)} of addresses, and dropped storages need 1 TiB of them, "
@@ -48,7 +41,7 @@ def memory(root: Path = ROOT) -> Finding:
     return Finding(
         topic="memory", problems=problems,
         sentence=f"{format_bytes(physical)} of RAM{inside}, {format_bytes(available)} available now: a budget in per "
-        f"cent is one of {format_bytes(physical)}.",
+        f"cent is one of {format_bytes(physical if limit is None else min(limit, physical))}.",
         facts={
             "physical": physical, "available": available, "container_limit": limit,
             "container_free": container_free(root),

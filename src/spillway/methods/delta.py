@@ -153,6 +153,7 @@ class Delta(AbstractPolicy):
         self.in_order_of_use = in_order_of_use
         self.only_beside = only_beside
         self.recomputes = recomputes
+        self.recalls = recomputes != "never"
         self.unhidden = unhidden
         self.pessimism = pessimism
         self._ranking: list[tuple[float, int, Candidate]] = []

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+import re
 import sys
 import threading
 import warnings
@@ -51,6 +52,8 @@ if TYPE_CHECKING:
 
 VARYING: Final = 16
 """Of so many steps the latest tell whether batches vary in size."""
+_SHAPE: Final = re.compile(r"\w+\[[^]]*\]")
+"""Of a tensor in a signature, where numbers stand as well."""
 
 NAMED: Final = (Kind.PARAMETER, Kind.GRADIENT, Kind.BUFFER, Kind.OPTIMIZER_STATE)
 
@@ -578,7 +581,8 @@ class Session(ABC):
 def _told(step: AbstractStep, refusal: BudgetInfeasible) -> BudgetInfeasible:
     try:
         told = step.told(refusal)
-        if len({signature_of(step._batch), *(report.signature for report in step._session.history[-VARYING:])}) > 1:
+        signatures = (signature_of(step._batch), *(report.signature for report in step._session.history[-VARYING:]))
+        if len({shapes for one in signatures if (shapes := tuple(_SHAPE.findall(one)))}) > 1:
             told.add_note("That is the budget for this step: batches vary in size, and larger ones may need more.")
         return told
     except Exception as fault:

@@ -29,7 +29,7 @@ from spillway.engines.blocks.compiled_blocks import (
     is_compiled,
 )
 from spillway.engines.blocks.compress import Compressor
-from spillway.engines.blocks.containers import rebuilt, tensors
+from spillway.engines.blocks.containers import rebuilt
 from spillway.engines.blocks.data_filter import ModuleCall, valid_calls
 from spillway.engines.blocks.discovery import named
 from spillway.engines.blocks.extra_forward import Seen, undone, without_locals
@@ -630,10 +630,18 @@ def _open_store(
 
 @unheard_by_modes
 def _largest(block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Bytes:
-    """Storage that a call may write to: of an argument, a buffer or an attribute."""
-    held = [(*vars(one).values(), *one._buffers.values()) for one in block.module.modules()]
-    found = (one for one in tensors((args, kwargs, held)) if not isinstance(one, nn.Parameter))
-    return max((one.untyped_storage().nbytes() for one in found if torch._C._has_storage(one)), default=0)
+    """Storage that a call may write to: of an argument, a buffer or an attribute. It is looked for in lists, tuples and
+    dicts, and nothing is copied or run for that."""
+    largest, seen, waiting = 0, set[int](), [args, kwargs, *map(vars, block.module.modules())]
+    while waiting:
+        thing = waiting.pop()
+        if isinstance(thing, torch.Tensor):
+            if not isinstance(thing, nn.Parameter) and torch._C._has_storage(thing):
+                largest = max(largest, thing.untyped_storage().nbytes())
+        elif isinstance(thing, dict | list | tuple) and id(thing) not in seen:
+            seen.add(id(thing))
+            waiting += dict.values(thing) if isinstance(thing, dict) else thing
+    return largest
 
 
 def _device_of(model: nn.Module) -> torch.device:
