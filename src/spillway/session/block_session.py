@@ -1101,9 +1101,9 @@ class _Step(AbstractStep):
             paging.forget(self._entered[1:])
             self._family.rises[self._dimensions] = rise = most - self._start
             forwards = 0 if session._engine is None else session._engine.forwards - self._forwards_before
-            known, most = self._family.tried.get(self._dimensions, (0, 0))
-            if forwards >= known:
-                self._family.tried[self._dimensions] = forwards, max(rise, most if forwards == known else 0)
+            known, _ = self._family.tried.get(self._dimensions, (0, 0))
+            if forwards >= known:  # the latest: the first steps make the optimizer's state
+                self._family.tried[self._dimensions] = forwards, rise
         told = replace(told, input_size=list(self._size), blocks=len(ran), recomputed_blocks=twice)
         session._finish(replace(told, **self._foretold()))
 
