@@ -26,9 +26,11 @@ class Training:
         self.method = Auto()
         self.made = 0
 
-    def step(self, tokens: int, rate: float = 1e6, above: float = 0.0, seconds: float = 0.0) -> BlockPlan:
-        """Of so many tokens, whose copies are so fast, and which takes so much more than its plan says, as a share, and
-        so long."""
+    def step(
+        self, tokens: int, rate: float = 1e6, above: float = 0.0, seconds: float = 0.0, taken: int = 0
+    ) -> BlockPlan:
+        """Of so many tokens, whose copies are so fast, and which takes so much more than its plan says, as a share, or
+        so many bytes, and so long."""
         size = (tokens,)
         with patch("spillway.methods.auto.plan", self._planned):
             did = self.method.begin(size, AVAILABLE).plan
@@ -38,7 +40,7 @@ class Training:
         self.method.end(
             StepSample(
                 size=size, recomputed=frozenset(call for call in CALLS if actions[call].recomputes),
-                peak=max(int(did.projected * (1 + above)), 1) if above else min(peak, did.projected or peak),
+                peak=taken or (int(did.projected * (1 + above)) if above else min(peak, did.projected or peak)),
                 projected=did.projected, available=did.available, out_rate=rate * moves, in_rate=rate * moves,
                 seconds=seconds,
             ),
@@ -102,6 +104,18 @@ def test_copies_that_are_late_change_what_is_promised_and_not_the_plan() -> None
     after = training.step(110)
     assert (after.actions, after.available, training.made) == (before.actions, before.available, 0)
     assert before.projected * 1.05 <= after.projected <= after.available
+
+
+@pytest.mark.parametrize("tokens", [50, 110])
+def test_what_every_step_takes_beyond_its_plan_is_not_forgotten(tokens: int) -> None:
+    """With nothing moved, and with copies."""
+    training = learned(110)
+    for _ in range(12):
+        training.step(tokens)
+    did = training.step(tokens)
+    assert any(action.moves for action in did.actions) == (tokens == 110)
+    taken = int(did.projected * 1.05)
+    assert sum(training.step(tokens, taken=taken).projected < taken for _ in range(40)) <= 2
 
 
 def test_a_plan_that_was_missed_with_nothing_moved_is_made_again_for_less() -> None:

@@ -256,15 +256,8 @@ class Auto(AbstractBlockMethod):
             self._measured.add(step.size)
         forecast = self._bytes.forecast(step.size) if self._bytes.ready else None
         changed |= self._menus.take(step, blocks, forecast)
-        if step.projected <= 0 or collecting:
-            pass
-        elif step.peak <= step.projected:
-            self._over *= FORGETS
-            self._late *= FORGETS
-        elif any(sample.action.moves for sample in blocks) and step.peak <= step.available:
-            self._late = (1 + self._late) * step.peak / step.projected - 1 + CUSHION
-        else:
-            self._over, changed = (1 + self._over) * step.peak / step.projected - 1 + CUSHION, True
+        if not collecting and known is not None and min(step.projected, known.plan.projected) > 0:
+            changed |= self._learn_excess(step, known, moved=any(sample.action.moves for sample in blocks))
         if changed:
             self._plans.clear()
         self._steps += collecting
@@ -272,6 +265,20 @@ class Auto(AbstractBlockMethod):
             self._pending[action] -= 1
             if not self._pending[action] or self._menus.knows(action):
                 del self._pending[action]
+
+    def _learn_excess(self, step: StepSample, known: _Remembered, *, moved: bool) -> bool:
+        """What a step took beyond its plan is forgotten slowly, and never below what the latest such step took. Returns
+        whether plans have to be made again."""
+        over, late = step.peak / known.planned.outcome.peak - 1, step.peak / known.plan.projected - 1
+        if step.peak > step.projected and not (moved and step.peak <= step.available):
+            self._over = (1 + self._over) * step.peak / step.projected - 1 + CUSHION
+            return True
+        if moved:
+            self._late = late + CUSHION if step.peak > step.projected else max(self._late * FORGETS, late)
+            self._over *= FORGETS
+        else:
+            self._over = max(self._over * FORGETS, over)
+        return False
 
     def forget_plans(self) -> None:
         self._plans.clear()
