@@ -26,7 +26,12 @@ FLAGS = (
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
     "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage",
 )  # fmt: skip
-SCREENS = {"wide": ("light", 1200), "phone": ("dark", 360)}
+SCREENS = {
+    "wide": ("light", 1200),
+    "phone": ("dark", 360),
+    "wide, dark": ("dark", 1200),
+    "phone, light": ("light", 360),
+}
 SMALLEST_TEXT = 7.0
 """Pixels of the letters of a picture on a phone."""
 
