@@ -6,12 +6,14 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import nn
 
 import spillway
+from spillway.engines.tensors.tensor_engine import TensorEngine
 from spillway.errors import ModelError, SpillFullError
 from spillway.methods import Action
 from spillway.methods.auto import PROBES, TRIED, Auto
@@ -128,6 +130,20 @@ def test_where_everything_fits_nothing_is_done_after_the_first_steps() -> None:
         run(training, memory)
     assert [one.managed for one in memory.history[-2:]] == [False, False]
     assert not any(one.recomputed_blocks or one.bytes_out for one in memory.history[2:])
+
+
+def test_what_a_session_counts_is_no_news_to_the_engine_beside_it() -> None:
+    """Of every parameter, gradient and state, at both ends of every step."""
+    training = Training((64,) * 8)
+    told = list[Any]()
+    with managed(training, "1GiB") as memory:
+        run(training, memory)
+        with patch.object(TensorEngine, "reveal", lambda engine, tensor, **_: told.append(tensor)):
+            with memory.step(training.batches[0]):
+                training.step(training.batches[0])
+            assert memory.history[-1].blocks == 0
+            next(iter(training.model.parameters())).untyped_storage()
+    assert len(told) == 1, "the last, which shows that an engine is there to be told"
 
 
 @pytest.mark.parametrize(("name", "share"), [("vgg", 0.9), ("by hand", 0.7), ("perceptron", 0.9)])

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from math import log
 from random import Random
 from unittest.mock import patch
 
 import pytest
 
+from spillway.methods import auto
 from spillway.methods.actions import Action
 from spillway.methods.auto import POLISHED, Auto
 from spillway.methods.auto.choosing import Planned
@@ -60,20 +62,51 @@ class Training:
         return planned(*args, **options)  # type: ignore[arg-type]
 
 
-def learned(tokens: int = 100) -> Training:
+def learned(tokens: int = 100, rate: float = 1e6) -> Training:
     training = Training()
     for _ in range(12):
-        training.step(tokens)
-    assert training.method.rates == (1e6, 1e6)
+        training.step(tokens, rate)
+    assert training.method.rates == (rate, rate)
     return training
 
 
-def test_a_size_is_planned_once_and_once_more_when_it_has_been_met_often() -> None:
+@pytest.mark.parametrize("few", [auto.FEW, 0])
+def test_a_size_is_planned_once_and_once_more_when_it_has_been_met_often(few: int) -> None:
+    """Where blocks are few, with all effort at once."""
     training = learned()
     training.made = 0
-    for _ in range(3 * POLISHED):
-        training.step(110)
-    assert training.made == 2
+    with patch.object(auto, "FEW", few):
+        for _ in range(3 * POLISHED):
+            training.step(110)
+    assert training.made == (1 if few else 2)
+
+
+def test_many_sizes_are_planned_once_a_bucket_and_few_for_what_was_seen() -> None:
+    training, draw = learned(), Random(0)
+    assert [training.step(tokens).size for tokens in (120, 121)] == [(120,), (121,)]
+    for tokens in range(60, 80):
+        training.step(tokens)
+    training.made = 0
+    drawn = [draw.randrange(80, 180) for _ in range(1000)]
+    did = {tokens: training.step(tokens).size[0] for tokens in drawn}
+    assert all(tokens <= largest <= tokens * (1 + auto.BUCKET) for tokens, largest in did.items())
+    assert training.made <= log(180 / 80) / log(1 + auto.BUCKET) + 2
+
+
+def test_a_plan_that_would_not_fit_at_the_edge_of_its_bucket_is_made_for_what_was_seen() -> None:
+    training = learned()
+    for tokens in range(20, 110, 10):
+        training.step(tokens)
+    at = next(tokens for tokens in range(120, 1000) if not training.step(tokens).holds) - 1
+    edge = auto._last(at)
+    assert edge > at, "otherwise this says nothing"
+    training.method.forget_plans()
+    training.method._largest.clear()
+    for tokens in range(20, 110, 10):
+        training.step(tokens)
+    did = training.step(at)
+    assert did.holds
+    assert did.size == (at,)
 
 
 def test_rates_that_differ_from_step_to_step_are_no_reason_to_plan_again() -> None:
@@ -94,6 +127,23 @@ def test_a_link_that_has_become_another_one_is_planned_for_where_sizes_are_met_o
     assert training.method.rates == (1e3, 1e3)
     assert 1 <= training.made <= 3
     assert not any(action.moves for action in did.actions), "a thousand bytes a second are not worth it"
+
+
+@pytest.mark.parametrize("share", [1.25, 0.75])
+def test_a_link_that_is_a_little_other_changes_what_is_expected_and_not_the_plan(share: float) -> None:
+    """Copies hide behind compute with either."""
+    training = learned(110, rate=1e7)
+    for _ in range(POLISHED):
+        before = training.step(110, rate=1e7)
+    assert any(action.moves for action in before.actions)
+    training.made = 0
+    for _ in range(2 * WINDOW):
+        did = training.step(110, rate=1e7 * share)
+    assert training.method.rates == (1e7 * share, 1e7 * share)
+    assert (did.actions, training.made) == (before.actions, 0)
+    known = training.method._latest
+    assert known is not None
+    assert (known.problem.out_rate, known.problem.in_rate) == training.method.rates
 
 
 def test_copies_that_are_late_change_what_is_promised_and_not_the_plan() -> None:

@@ -218,6 +218,12 @@ def bytes_over(storage: torch.UntypedStorage, offset: int = 0, nbytes: int | Non
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, offset, (size,), (1,))
 
 
+def counted_storage(tensor: torch.Tensor) -> torch.UntypedStorage:
+    """A tensor's storage for who asks for its size alone. One in host memory has its size wherever its bytes are, so
+    that no engine is told; one on a device may have none while it is away."""
+    return tensor.untyped_storage() if tensor.is_cuda else storage_of(tensor)
+
+
 def owners(storage: torch.UntypedStorage) -> int:
     """How many hold it: its Python object is one, each of its tensors another."""
     return int(torch._C._storage_Use_Count(storage._cdata))

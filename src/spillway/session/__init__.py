@@ -21,10 +21,10 @@ from spillway.ir import RunWriter
 from spillway.memory.budget import UNLIMITED
 from spillway.methods import LRU, METHODS, AbstractPlanner, AbstractPolicy, resolve
 from spillway.methods.by_block import AbstractBlockMethod
-from spillway.session.abstract_session import Session, header, modules_of
+from spillway.session.abstract_session import Session, header
 from spillway.session.auto_session import auto_session
 from spillway.session.block_session import BlockSession
-from spillway.session.inputs import Models, Optimizers, check_models, several, unwrapped
+from spillway.session.inputs import Models, Optimizers, check_models, modules_of, several, unwrapped
 from spillway.session.options import BlockOptions, ManageOptions, ReportOptions, SpillOptions
 from spillway.session.tensor_session import TensorSession, tensor_header
 from spillway.units import Bytes

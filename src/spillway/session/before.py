@@ -13,6 +13,7 @@ from spillway.engines.blocks.fingerprints import Fingerprint, fingerprint
 from spillway.engines.environment import Environment
 from spillway.internals.dispatch_key import unwatched
 from spillway.internals.private import bytes_over, is_wrapper
+from spillway.session.inputs import modules_of, parameters_of
 from spillway.units import Bytes, KiB
 
 SMALL: Final[Bytes] = 64 * KiB
@@ -73,8 +74,8 @@ class Before:
     def remember(self, *, large: bool = True) -> None:
         """A step begins. `large` says whether there is room for copies of large storages; what changes in these cannot
         be put back otherwise, and a refusal says so."""
-        self._held = [(module._buffers, dict(module._buffers.items())) for module in self._model.modules()]
-        self._parameters = [(one, _version(one)) for one in self._model.parameters()]
+        self._held = [(module._buffers, dict(module._buffers.items())) for module in modules_of((self._model,))]
+        self._parameters = [(one, _version(one)) for one in parameters_of((self._model,))]
         self._locations, self._others = [], []
         for _, buffers in self._held:
             for name, one in buffers.items():

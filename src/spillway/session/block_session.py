@@ -56,10 +56,10 @@ from spillway.methods.by_block import (
     StepSample,
 )
 from spillway.native.arena import Arena
-from spillway.session.abstract_session import AbstractStep, Session, header, modules_of
+from spillway.session.abstract_session import AbstractStep, Session, header
 from spillway.session.before import Before
 from spillway.session.input_sizes import NO_COLUMNS, Columns, Shape, SizeReader
-from spillway.session.inputs import gradient_of, leaves, signature_of, storages
+from spillway.session.inputs import gradient_of, leaves, modules_of, parameters_of, signature_of, storages
 from spillway.session.needs import Call, Kept, Needs, kept_by, least, recomputing
 from spillway.session.options import BlockOptions, SpillOptions
 from spillway.session.paging import UNINTERRUPTED, Paging
@@ -299,7 +299,7 @@ class BlockSession(Session):
     @property
     def _gradients(self) -> list[torch.Tensor]:
         """That are there."""
-        return [one for parameter in self._model.parameters() if (one := gradient_of(parameter)) is not None]
+        return [one for parameter in parameters_of((self._model,)) if (one := gradient_of(parameter)) is not None]
 
     @property
     def _unknown(self) -> bool:
@@ -592,7 +592,8 @@ class BlockSession(Session):
         structure = tuple(leaf.dim() for leaf in leaves(batch) if isinstance(leaf, torch.Tensor))
         # What is frozen saves nothing, so that what was learned until then says nothing of steps that train it.
         # Nor do steps before a mask, as of pruning, or another dtype tell of those with it.
-        trained = tuple((name, one.requires_grad, one.dtype) for name, one in self._model.named_parameters())
+        named = (pair for part in modules_of((self._model,)) for pair in part._parameters.items())
+        trained = tuple((name, one.requires_grad, one.dtype) for name, one in named if one is not None)
         key = structure if self._size_of is None else (), trained
         if key not in self._families:
             reader = SizeReader(self._size_of, takes_vectors=self._method.takes_vectors)
@@ -627,6 +628,8 @@ class _Step(AbstractStep):
         """Of each forward that a method was asked about, what it was called with."""
         self._paged = self._tries = False
         """Whether every op is watched, and whether blocks are recomputed besides, to see if that is enough."""
+        self._accumulates = False
+        """Whether gradients were there when it began."""
         self._forwards_before = 0
         """Forwards of the engine's, until every op was watched, that were none of this step's."""
         self._until: Bytes = 0
@@ -647,12 +650,14 @@ class _Step(AbstractStep):
         self._signature = signature_of(self._batch)
         self._entered = self._family, self._signature, self._dimensions
         session._remember(large=session._paging is None or not session._paging.knows(self._entered[1:]))
-        known = storages(session._tensors(self._batch))
+        tensors = [*session._tensors(self._batch)]
+        known = storages(tensors)
         self._known = {storage.data_ptr(): storage.nbytes() for storage in known}
         self._start = self._named = sum(self._known.values())
         if session._device.type == "cuda":
             self._start = session._meter.read()
-        self._gradients = storages((Kind.GRADIENT, one) for one in session._gradients)
+        self._gradients = storages(one for one in tensors if one[0] is Kind.GRADIENT)
+        self._accumulates = bool(self._gradients)
         self._before = session._transfers()
         reset_peak()
         self._began = time.perf_counter()
@@ -877,7 +882,8 @@ class _Step(AbstractStep):
             return Decision(Phase.PLANNED, nothing, False), None, self._size, True
         began = time.perf_counter()
         method = self._family.method
-        if not method.needs_blocks:  # a gradient that is there has the new one beside it for a moment
+        first = not self._accumulates and len(self._asked) == 1
+        if not (method.needs_blocks or first):  # a gradient that is there has the new one beside it for a moment
             there = [local_of(one).nbytes for one in self._session._gradients]
             available -= max(there, default=0)
         missed = self._session._paging.missed(self._entered[1:]) if self._session._paging is not None else 0

@@ -12,7 +12,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from spillway.engines.tensors.devices import device_of
 from spillway.errors import ModelError
-from spillway.internals.private import fully_sharded, is_distributed, local_of
+from spillway.internals.private import counted_storage, fully_sharded, is_distributed, local_of
 from spillway.ir import Kind
 
 Models = torch.nn.Module | Sequence[torch.nn.Module]
@@ -37,6 +37,29 @@ def signature_of(batch: Any) -> str:
         else repr(leaf)
         for leaf in found
     )
+
+
+def modules_of(models: Iterable[torch.nn.Module]) -> Iterator[torch.nn.Module]:
+    """As `Module.modules` has them, in its order, in a third of the time."""
+    waiting: list[Any] = [*models][::-1]
+    seen = set()
+    while waiting:
+        module = waiting.pop()
+        if module is None or module in seen:
+            continue
+        children = module._modules
+        if type(children) is not dict:  # of TorchScript
+            yield from (one for one in module.modules() if one not in seen)
+            continue
+        seen.add(module)
+        yield module
+        waiting += reversed(children.values())
+
+
+def parameters_of(models: Iterable[torch.nn.Module]) -> list[torch.Tensor]:
+    """As `Module.parameters` has them, each once, in half the time."""
+    every = (one for module in modules_of(models) for one in module._parameters.values() if one is not None)
+    return list({id(one): one for one in every}.values())
 
 
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
@@ -70,8 +93,7 @@ def leaves(batch: Any) -> Iterator[torch.Tensor | bool | int | float]:
 def storages(tensors: Iterable[tuple[Kind, torch.Tensor]]) -> list[torch.UntypedStorage]:
     """The storages of tensors, each once."""
     parts = (local_of(one) for _, one in tensors if one.layout is torch.strided)
-    found = {one.untyped_storage()._cdata: one.untyped_storage() for one in parts}
-    return list(found.values())
+    return list({storage._cdata: storage for storage in map(counted_storage, parts)}.values())
 
 
 def several(given: Any, kind: type[Any]) -> list[Any]:

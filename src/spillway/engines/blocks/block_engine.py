@@ -40,7 +40,7 @@ from spillway.engines.environment import Environment, Generator
 from spillway.errors import ModelError, UsageError
 from spillway.internals.interrupts import by_signal
 from spillway.internals.machine_memory import usable_memory
-from spillway.internals.private import heard, unheard_by_modes
+from spillway.internals.private import counted_storage, heard, unheard_by_modes
 from spillway.methods.actions import USUAL, Action, ActionOptions
 from spillway.tiers.cuda_streams import CudaStreams
 from spillway.tiers.disk import DiskTier
@@ -637,7 +637,7 @@ def _largest(block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Byt
         thing = waiting.pop()
         if isinstance(thing, torch.Tensor):
             if not isinstance(thing, nn.Parameter) and torch._C._has_storage(thing):
-                largest = max(largest, thing.untyped_storage().nbytes())
+                largest = max(largest, counted_storage(thing).nbytes())
         elif isinstance(thing, dict | list | tuple) and id(thing) not in seen:
             seen.add(id(thing))
             waiting += dict.values(thing) if isinstance(thing, dict) else thing

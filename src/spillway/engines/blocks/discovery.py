@@ -24,7 +24,7 @@ from spillway.engines.blocks.saved import PLAIN, empty_witness
 from spillway.engines.environment import Environment
 from spillway.engines.tensors.torch_compile import running_compiled
 from spillway.errors import ModelError, NoBlocksError
-from spillway.internals.private import fully_sharded, heard, unheard_by_modes
+from spillway.internals.private import counted_storage, fully_sharded, heard, unheard_by_modes
 from spillway.internals.private import storage_address as address
 from spillway.units import Bytes
 
@@ -132,7 +132,7 @@ class Watch:
         key = address(tensor)
         if key in self._fixed:
             return []
-        storage = tensor.untyped_storage()
+        storage = counted_storage(tensor)
         if key not in self._storages:
             self._storages[key] = cast(Any, StorageWeakRef)(storage)
         self._nbytes[key] = storage.nbytes()

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from spillway.engines.blocks.saved import SavedRef, SavedTensor
-from spillway.internals.private import bytes_over, grad_mode
+from spillway.internals.private import bytes_over, counted_storage, grad_mode
 
 COLUMNS: Final = 127
 ROWS: Final = 1001
@@ -45,9 +45,9 @@ def fingerprint(tensor: Tensor, seen: Seen) -> Fingerprint:
     with grad_mode(enabled=False):
         dense = _dense(tensor.detach())
         # Not by its address: where every op is watched, whoever asks for that has the storage stay for good.
-        place = dense.untyped_storage()._cdata
+        place = counted_storage(dense)._cdata
         key = (place, int(dense.storage_offset()), dense.numel(), dense.element_size())
-        if place != tensor.untyped_storage()._cdata:  # a copy, which is about to die
+        if place != counted_storage(tensor)._cdata:  # a copy, which is about to die
             return _sums(dense)
         if key not in seen:
             seen[key] = _sums(dense)

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from spillway.engines.blocks.compress import CompressedStorage, Compressor
-from spillway.internals.private import bytes_over, grad_mode, owners
+from spillway.internals.private import bytes_over, counted_storage, grad_mode, owners
 from spillway.internals.private import storage_address as address
 from spillway.methods.actions import ActionOptions
 from spillway.tiers.transfer import SpilledStorage, Storage, Store
@@ -65,7 +65,7 @@ class FrozenTensor:
         whole = torch._C._has_storage(tensor)
         self.key = address(tensor) if whole else None
         """Tells the storage of the argument from others while the block runs."""
-        self.nbytes = tensor.untyped_storage().nbytes() if whole else 0
+        self.nbytes = counted_storage(tensor).nbytes() if whole else 0
         alias = tensor.detach()
         self.copied = copies is not None
         self.witness = empty_witness(alias) if copies is not None else alias
@@ -282,7 +282,7 @@ def storages(every: list[SavedTensor]) -> dict[int, Bytes]:
     for saved in every:
         key = None if saved.pinned else saved.address()
         if key is not None and key not in found:
-            found[key] = saved.value.untyped_storage().nbytes()
+            found[key] = counted_storage(saved.value).nbytes()
     return found
 
 
@@ -439,7 +439,7 @@ def _movable(tensor: Tensor, store: Store) -> bool:
 
 def may_leave(value: Any) -> bool:
     """Whether it is a tensor whose storage could wait elsewhere, and is worth that."""
-    return isinstance(value, Tensor) and _is_plain(value) and value.untyped_storage().nbytes() >= SMALLEST
+    return isinstance(value, Tensor) and _is_plain(value) and counted_storage(value).nbytes() >= SMALLEST
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -33,8 +33,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from spillway.engines.blocks.saved import FrozenTensor
 from spillway.engines.tensors.torch_compile import asked_before, uncompiled
+from spillway.internals.private import counted_storage, unheard_by_modes
 from spillway.internals.private import storage_address as address
-from spillway.internals.private import unheard_by_modes
 from spillway.methods.actions import EXPENSIVE_NAMES
 from spillway.units import Bytes
 
@@ -154,7 +154,7 @@ class Selection:
     def nbytes(self, shared: set[int]) -> Bytes:
         """Bytes of the storages that are kept, each once, but for those that others hold."""
         held = [one.alias for one in self.kept if one.alias is not None]
-        found = {address(tensor): tensor.untyped_storage().nbytes() for tensor in held}
+        found = {address(tensor): counted_storage(tensor).nbytes() for tensor in held}
         return sum(nbytes for key, nbytes in found.items() if key not in shared)
 
 

@@ -16,7 +16,7 @@ import torch
 
 from spillway.engines.tensors.calls import inner_tensors, operands
 from spillway.engines.tensors.ops import OpInfo
-from spillway.internals.private import is_wrapper
+from spillway.internals.private import is_wrapper, storage_of
 from spillway.units import Bytes
 
 _SLACK: Bytes = 64
@@ -427,7 +427,7 @@ def _meta_bytes(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> By
     meta_kwargs = {name: _to_meta(value) for name, value in kwargs.items()}
     if any(argument.name == "device" for argument in info.func._schema.arguments):
         meta_kwargs["device"] = torch.device("meta")
-    operand_storages = [tensor.untyped_storage() for _, tensor, _ in operands(info, meta_args, meta_kwargs)]
+    operand_storages = [storage_of(tensor) for _, tensor, _ in operands(info, meta_args, meta_kwargs)]
     given = {storage._cdata: storage.nbytes() for storage in operand_storages}
     created: dict[int, Bytes] = {}
     slack = _SLACK if "loss" in info.name else 0
@@ -435,7 +435,7 @@ def _meta_bytes(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> By
     while stack:
         result = stack.pop()
         if isinstance(result, torch.Tensor):
-            storage = result.untyped_storage()
+            storage = storage_of(result)
             if storage._cdata not in given:
                 created[storage._cdata] = storage.nbytes() + slack
         elif isinstance(result, list | tuple):

@@ -19,6 +19,7 @@ from spillway.engines.tensors.convolutions import within_convolution, within_con
 from spillway.engines.tensors.lists import part_of
 from spillway.engines.tensors.ops import arguments_per_element
 from spillway.engines.tensors.sizes import FORMULAS, pages, rnn_row
+from spillway.internals.private import storage_of
 from spillway.memory.ledger import SMALLEST_MOVABLE
 from spillway.units import Bytes
 
@@ -128,7 +129,7 @@ class Tally(cast(Any, TorchDispatchMode)):  # type: ignore[misc]  # torch's clas
         """What a tensor without content answers to who wants a number; None for an error."""
         self._known: dict[int, _Known] = {}
         for tensor in there:
-            self._note(tensor.untyped_storage(), made=False)
+            self._note(storage_of(tensor), made=False)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -172,11 +173,11 @@ class Tally(cast(Any, TorchDispatchMode)):  # type: ignore[misc]  # torch's clas
         """What no op makes: tensors among what is given count for as long as they live."""
         for tensor in held:
             if isinstance(tensor, torch.Tensor):
-                self._note(tensor.untyped_storage(), made=True)
+                self._note(storage_of(tensor), made=True)
         self.peak = max(self.peak, self.alive)
 
     def _is_others(self, tensor: torch.Tensor) -> bool:
-        known = self._known.get(tensor.untyped_storage()._cdata)
+        known = self._known.get(storage_of(tensor)._cdata)
         return known is None or not known.made
 
     def _note(self, storage: torch.UntypedStorage, *, made: bool, nbytes: Bytes = 0) -> None:
@@ -229,4 +230,4 @@ _STORED: Final = (torch.Tensor, torch.UntypedStorage)
 
 
 def _storage(one: Any) -> torch.UntypedStorage:
-    return cast(torch.UntypedStorage, one.untyped_storage() if isinstance(one, torch.Tensor) else one)
+    return cast(torch.UntypedStorage, storage_of(one) if isinstance(one, torch.Tensor) else one)
