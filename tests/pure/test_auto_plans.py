@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from math import log
 from random import Random
 from unittest.mock import patch
@@ -144,6 +145,17 @@ def test_a_link_that_is_a_little_other_changes_what_is_expected_and_not_the_plan
     known = training.method._latest
     assert known is not None
     assert (known.problem.out_rate, known.problem.in_rate) == training.method.rates
+
+
+def test_links_that_were_slow_at_first_are_tried_again_ever_more_rarely() -> None:
+    training = Training()
+    did = [training.step(110, rate=1e3) for _ in range(140)]
+    tried = [number for number, one in enumerate(did) if any(action.moves for action in one.actions)]
+    assert 5 <= len(tried) <= 9, "one in the beginning, then after 2, 4, 8, ... steps"
+    assert all(later - number > 1 for number, later in pairwise(tried))
+    did = [training.step(110) for _ in range(140)]
+    assert training.method.rates == (1e6, 1e6)
+    assert all(any(action.moves for action in one.actions) for one in did[-10:])
 
 
 def test_copies_that_are_late_change_what_is_promised_and_not_the_plan() -> None:

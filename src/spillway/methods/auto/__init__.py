@@ -118,6 +118,8 @@ class Auto(AbstractBlockMethod):
         self._paces: deque[float] = deque(maxlen=LATELY)
         """What steps took, over what their plans had said: the machine beside its best times."""
         self._latest: _Remembered | None = None
+        self._unmoved = 0
+        """Steps in a row whose plans recompute and move nothing."""
 
     def in_header(self) -> dict[str, object]:
         """Nothing: what becomes of blocks is another thing in every step."""
@@ -154,9 +156,20 @@ class Auto(AbstractBlockMethod):
         if probe is not None:
             return Decision(Phase.COLLECTING, probe, True)
         if not self.collects(size):
-            return Decision(Phase.PLANNED, self.plan(size, available), False)
+            planned = self.plan(size, available)
+            self._doubt(planned)
+            return Decision(Phase.PLANNED, planned, False)
         surely = self._surely(size, available) if self._bytes.ready else None
         return Decision(Phase.COLLECTING, surely or BlockPlan.nothing_kept(size, available), True)
+
+    def _doubt(self, planned: BlockPlan) -> None:
+        """Where plans recompute and move nothing, nobody would learn that copies have become faster: they are tried
+        again, after twice as many steps each time."""
+        moves = not planned.given_up or any(action.moves for action in planned.actions)
+        self._unmoved = 0 if moves else self._unmoved + 1
+        if self._moves and self._unmoved > 1 and self._unmoved.bit_count() == 1:
+            self._pending[Action.RECOMPUTE_OFFLOADED] = 1
+            self._menus.doubt_rates()
 
     def holds(self, size: InputSize, available: Bytes) -> bool:
         """Whether all that is to be measured of the size was, and its plan stays within so many bytes."""

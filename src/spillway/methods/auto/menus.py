@@ -57,24 +57,30 @@ class _Shares:
 
 @final
 class _Rate:
-    """Bytes a second of one lane: the median of what was seen lately, once it is off by more than `OFF`."""
+    """Bytes a second of one lane: at first the most that was seen, since the first copies write where nothing was yet;
+    then the median of what was seen lately, once it is off by more than `OFF`."""
 
     def __init__(self) -> None:
         self.known = 0.0
         """0 before anything was copied."""
         self._lately: deque[float] = deque(maxlen=WINDOW)
+        self._first = True
 
     def take(self, rate: float) -> None:
         """Of one step; 0 where nothing was copied."""
         if rate <= 0:
             return
         self._lately.append(rate)
-        steps, now = len(self._lately), median(self._lately)
-        if not self.known:
-            self.known = now
-        elif steps == self._lately.maxlen and abs(now - self.known) > OFF * self.known:
-            self.known = now
+        steps = len(self._lately)
+        if steps == self._lately.maxlen and abs(median(self._lately) - self.known) > OFF * self.known:
+            self.known, self._first = median(self._lately), False
             self._lately = deque(maxlen=min(2 * steps, LONGEST))
+        elif self._first and steps < WINDOW:
+            self.known = max(self._lately)
+
+    def doubt(self) -> None:
+        """Forget what was seen, for what comes now."""
+        self._lately, self._first = deque(maxlen=WINDOW), True
 
 
 @final
@@ -125,6 +131,11 @@ class Menus:
     def rates(self) -> tuple[float, float]:
         """Bytes a second of copies out and in, as problems have them; 0 before anything was copied."""
         return self._out.known, self._in.known
+
+    def doubt_rates(self) -> None:
+        """What the next copies take counts, and nothing that earlier ones took."""
+        self._out.doubt()
+        self._in.doubt()
 
     @property
     def _options(self) -> tuple[bool, int]:
