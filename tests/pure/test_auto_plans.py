@@ -108,6 +108,31 @@ def test_a_plan_that_would_not_fit_at_the_edge_of_its_bucket_is_made_for_what_wa
     did = training.step(at)
     assert did.holds
     assert did.size == (at,)
+    sizes = [tokens for tokens in range(at - 3, at + 1) if auto._last(tokens) == edge]
+    assert len(sizes) > 1
+    training.made = 0
+    for tokens in sizes * 5:
+        assert training.step(tokens).size == (tokens,)
+    assert training.made < len(sizes), "each has a plan of its own"
+
+
+def test_what_a_forward_took_is_held_against_its_own_plan_where_another_began_from_elsewhere() -> None:
+    """As micro-batches of one size do: the second finds gradients."""
+    method = learned(110).method
+    for _ in range(20):
+        plans = [method.begin((110,), available).plan for available in (AVAILABLE, AVAILABLE * 3 // 4)]
+        for did in plans:
+            method.end(
+                StepSample(
+                    size=(110,),
+                    recomputed=frozenset(),
+                    peak=did.projected,
+                    projected=did.projected,
+                    seconds=1.0,
+                    available=did.available,
+                )
+            )
+    assert (method._over, method._late) == (0, 0)
 
 
 def test_rates_that_differ_from_step_to_step_are_no_reason_to_plan_again() -> None:
@@ -210,7 +235,12 @@ def test_steps_of_several_sizes_at_once_are_each_held_against_their_own_plan() -
     for size, did in zip(sizes, plans, strict=True):
         method.end(
             StepSample(
-                size=size, recomputed=frozenset(), peak=did.projected, projected=did.projected, seconds=did.step_seconds
+                size=size,
+                recomputed=frozenset(),
+                peak=did.projected,
+                projected=did.projected,
+                seconds=did.step_seconds,
+                available=did.available,
             )
         )
     assert [method.begin(size, AVAILABLE).plan.step_seconds for size in sizes] == [did.step_seconds for did in plans]

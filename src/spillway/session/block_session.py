@@ -628,8 +628,6 @@ class _Step(AbstractStep):
         """Of each forward that a method was asked about, what it was called with."""
         self._paged = self._tries = False
         """Whether every op is watched, and whether blocks are recomputed besides, to see if that is enough."""
-        self._accumulates = False
-        """Whether gradients were there when it began."""
         self._forwards_before = 0
         """Forwards of the engine's, until every op was watched, that were none of this step's."""
         self._until: Bytes = 0
@@ -657,7 +655,6 @@ class _Step(AbstractStep):
         if session._device.type == "cuda":
             self._start = session._meter.read()
         self._gradients = storages(one for one in tensors if one[0] is Kind.GRADIENT)
-        self._accumulates = bool(self._gradients)
         self._before = session._transfers()
         reset_peak()
         self._began = time.perf_counter()
@@ -882,9 +879,8 @@ class _Step(AbstractStep):
             return Decision(Phase.PLANNED, nothing, False), None, self._size, True
         began = time.perf_counter()
         method = self._family.method
-        first = not self._accumulates and len(self._asked) == 1
-        if not (method.needs_blocks or first):  # a gradient that is there has the new one beside it for a moment
-            there = [local_of(one).nbytes for one in self._session._gradients]
+        if not method.needs_blocks:  # a gradient that is there has the new one beside it for a moment
+            there = [local_of(one).nbytes for one in self._session._gradients if one.layout is torch.strided]
             available -= max(there, default=0)
         missed = self._session._paging.missed(self._entered[1:]) if self._session._paging is not None else 0
         available -= missed + self._session._under_way

@@ -42,14 +42,16 @@ def signature_of(batch: Any) -> str:
 def modules_of(models: Iterable[torch.nn.Module]) -> Iterator[torch.nn.Module]:
     """As `Module.modules` has them, in its order, in a third of the time."""
     waiting: list[Any] = [*models][::-1]
-    seen = set()
+    seen = set[torch.nn.Module]()
     while waiting:
         module = waiting.pop()
         if module is None or module in seen:
             continue
         children = module._modules
         if type(children) is not dict:  # of TorchScript
-            yield from (one for one in module.modules() if one not in seen)
+            inside = dict.fromkeys(one for one in module.modules() if one not in seen)
+            seen.update(inside)
+            yield from inside
             continue
         seen.add(module)
         yield module

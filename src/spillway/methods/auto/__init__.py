@@ -108,7 +108,9 @@ class Auto(AbstractBlockMethod):
         self._plans: dict[InputSize, _Remembered] = {}
         """By bucket."""
         self._largest: dict[InputSize, InputSize] = {}
-        """Of each bucket, the largest numbers that were seen in it."""
+        """Of each bucket, the largest numbers that were seen in it, or that there can be."""
+        self._alone: set[InputSize] = set()
+        """Buckets whose largest numbers have no plan that holds: each of their sizes has one of its own."""
         self._over = 0.0
         """By which share of it steps took more than their plans said, lately, where nothing was moved or no room was
         left: plans are made for less by as much."""
@@ -217,7 +219,7 @@ class Auto(AbstractBlockMethod):
         largest = self._largest.get(bucket)
         if largest is None or any(mine > known for mine, known in zip(size, largest, strict=True)):
             largest = tuple(map(max, size, largest or size))
-            if len(self._largest) >= VARIED and self._bytes.settled:
+            if len(self._largest) >= VARIED and len(bucket) == len(size) and self._bytes.settled:
                 largest = tuple(map(max, self._upper_edge(size), largest))
             self._plans.pop(bucket, None)
         self._largest[bucket] = largest
@@ -226,13 +228,12 @@ class Auto(AbstractBlockMethod):
             if len(self._plans) >= PLANS:
                 self._plans.clear()
                 self._largest = {bucket: largest}
-            known = self._planned(largest, available, Effort.FIRST)
-            if not known.plan.holds and largest != size:
-                self._largest[bucket] = size
-                known = self._planned(size, available, Effort.FIRST)
-            self._plans[bucket] = known
+            known = self._plans[bucket] = self._planned(largest, available, Effort.FIRST)
         elif known.uses >= POLISHED and known.plan.given_up and known.plan.holds and not self._suits(known):
             known = self._plans[bucket] = self._planned(largest, available, Effort.POLISH)
+        if not known.plan.holds and known.plan.size != size:
+            self._alone.add(bucket)
+            return self.plan(size, available)
         known.uses += 1
         self._latest = known
         projected = known.plan.projected
@@ -245,9 +246,10 @@ class Auto(AbstractBlockMethod):
         return median(self._paces) if self._paces else 1.0
 
     def _bucket(self, size: InputSize) -> InputSize:
+        bucket = tuple(map(_edge, size))
         if self._options.batched:
-            return size[0], *(_edge(number) for number in size[1:])
-        return tuple(map(_edge, size))
+            bucket = size[0], *bucket[1:]
+        return (*size, -1) if bucket in self._alone else bucket
 
     def _upper_edge(self, size: InputSize) -> InputSize:
         """The largest numbers of its bucket."""
@@ -296,14 +298,17 @@ class Auto(AbstractBlockMethod):
         least = problem.plain if faster else known.seconds
         if not outcome.fits or outcome.seconds > least + LOSES * problem.plain:
             return False
-        known.problem, known.planned = problem, Planned(choice=known.planned.choice, outcome=outcome)
-        known.plan = self._made(known.plan.size, known.plan.available, problem, known.planned)
-        return True
+        planned = Planned(choice=known.planned.choice, outcome=outcome)
+        made = self._made(known.plan.size, known.plan.available, problem, planned)
+        known.problem, known.planned, known.plan = problem, planned, made
+        return made.holds
 
     def end(self, step: StepSample, blocks: Sequence[BlockSample] = ()) -> None:
         """Bytes are learned where blocks were kept or recomputed and nothing else, seconds and shares everywhere."""
         collecting = self.collects(step.size)
         known = self._plans.get(self._bucket(step.size))
+        if known is not None and known.plan.available != step.available:
+            known = None  # another forward of this step, from where more or less was there, has had a plan since
         if not collecting and known is not None and min(step.projected, step.seconds, known.plan.step_seconds) > 0:
             self._paces.append(step.seconds / known.plan.step_seconds)
         whole = {sample.action for sample in blocks} <= {Action.KEEP, Action.RECOMPUTE}
@@ -312,7 +317,7 @@ class Auto(AbstractBlockMethod):
             self._measured.add(step.size)
         forecast = self._bytes.forecast(step.size) if self._bytes.ready else None
         changed |= self._menus.take(step, blocks, forecast)
-        if not collecting and known is not None and min(step.projected, known.plan.projected) > 0:
+        if not collecting and step.projected > 0:
             changed |= self._learn_excess(step, known, moved=any(sample.action.moves for sample in blocks))
         if changed:
             self._plans.clear()
@@ -322,22 +327,26 @@ class Auto(AbstractBlockMethod):
             if not self._pending[action] or self._menus.knows(action):
                 del self._pending[action]
 
-    def _learn_excess(self, step: StepSample, known: _Remembered, *, moved: bool) -> bool:
-        """What a step took beyond its plan is forgotten slowly, and never below what the latest such step took. Returns
-        whether plans have to be made again."""
-        over, late = step.peak / known.planned.outcome.peak - 1, step.peak / known.plan.projected - 1
+    def _learn_excess(self, step: StepSample, known: _Remembered | None, *, moved: bool) -> bool:
+        """What a step took beyond its plan is forgotten slowly, and never below what the latest such step took, where
+        its plan is `known`. Returns whether plans have to be made again."""
         if step.peak > step.projected and not (moved and step.peak <= step.available):
             self._over = (1 + self._over) * step.peak / step.projected - 1 + CUSHION
             return True
+        over = late = 0.0
+        if known is not None and known.plan.projected > 0:
+            over, late = step.peak / known.planned.outcome.peak - 1, step.peak / known.plan.projected - 1
+        if step.peak > step.projected:
+            late = (1 + self._late) * step.peak / step.projected - 1 + CUSHION
         if moved:
-            self._late = late + CUSHION if step.peak > step.projected else max(self._late * FORGETS, late)
-            self._over *= FORGETS
+            self._over, self._late = self._over * FORGETS, max(self._late * FORGETS, late)
         else:
-            self._over = max(self._over * FORGETS, over)
+            self._over, self._late = max(self._over * FORGETS, over), self._late * FORGETS
         return False
 
     def forget_plans(self) -> None:
         self._plans.clear()
+        self._alone.clear()
 
     def does_without_spill(self) -> bool:
         """Nothing is moved from here on."""
