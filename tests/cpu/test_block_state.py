@@ -165,6 +165,28 @@ def test_who_answers_for_attributes_that_are_not_there_is_not_asked() -> None:
         answering.empty  # noqa: B018
 
 
+class _Private:
+    __slots__ = ("__held",)
+
+    def __init__(self) -> None:
+        self.__held = [1]
+
+    def change(self) -> None:
+        self.__held = [*self.__held, 2]
+
+    def told(self) -> list[int]:
+        return self.__held
+
+
+def test_slots_of_private_names_are_put_back() -> None:
+    private = _Private()
+    found = Reach((private,))
+    private.change()
+    assert found.changed()
+    found.restore()
+    assert private.told() == [1]
+
+
 def test_a_walk_stops_at_libraries() -> None:
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2), 2, enable_nested_tensor=False)
     assert len(Reach(reach_of((model,)))._entries) < 600

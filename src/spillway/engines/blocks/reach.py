@@ -264,8 +264,10 @@ class Reach:
         for base in type(thing).__mro__:
             if base is object or package(base.__module__) in FOREIGN:
                 break
-            names = vars(base).get("__slots__", ())
+            names, owner = vars(base).get("__slots__", ()), base.__name__.lstrip("_")
             for name in (names,) if isinstance(names, str) else names:
+                if name.startswith("__") and not name.endswith("__") and owner:
+                    name = f"_{owner}{name}"  # as the class has it
                 if name not in ("__dict__", "__weakref__"):
                     self._note(functools.partial(_own, thing, name), functools.partial(_put_slot, thing, name))
             self._next.append(base)
