@@ -55,9 +55,13 @@ class Needs:
         self._told: dict[Kept, Update | None] = {}
         self._learned: dict[Kept, Update] = {}
 
-    @unseen()
     def of(self, optimizer: torch.optim.Optimizer) -> Update:
         """Of its next update."""
+        told = self._told.get(kept_by(optimizer))
+        return told if told is not None else self._found(optimizer)
+
+    @unseen()
+    def _found(self, optimizer: torch.optim.Optimizer) -> Update:
         key = kept_by(optimizer)
         if key not in self._told:
             self._told[key] = update_of(optimizer)

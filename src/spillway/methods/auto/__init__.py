@@ -184,7 +184,12 @@ class Auto(AbstractBlockMethod):
 
     def _probe(self, size: InputSize, available: Bytes) -> BlockPlan | None:
         """What is still to be tried, where not everything fits and nearly as much room is left as that may take."""
-        if not self._pending or not self._bytes.ready or not self._bytes.plan(size, available).given_up:
+        if not self._pending or not self._bytes.ready:
+            return None
+        known = self._plans.get(self._bucket(size))
+        if known is not None and known.plan.holds and not known.plan.given_up and known.plan.available <= available:
+            return None
+        if not self._bytes.plan(size, available).given_up:
             return None
         action = next(iter(self._pending))
         surely = self._surely(size, available)
