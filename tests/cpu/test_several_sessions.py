@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 import spillway
 from spillway.errors import SessionError
+from spillway.internals.private import storage_address
 from spillway.methods import Drop, Move
 from tests.cpu.another_process import run_python
 from tests.cpu.families import State, difference, state_of
@@ -158,6 +159,37 @@ def test_two_sessions_in_two_threads_at_once(order: str) -> None:
     for memory in sessions:
         memory.close()
     assert_same(plain, made)
+
+
+def test_what_a_step_in_another_thread_has_let_go_of_is_nobodys() -> None:
+    """The storages that come next have the addresses of those that went."""
+    (one, _), (other, _) = (without_dropout(seed) for seed in range(2))
+    for parameter in one.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    sessions = [spillway.manage(model, budget=PLENTY, method="lru") for model in (one, other)]
+    begun, over = threading.Event(), threading.Event()
+
+    def step() -> None:
+        with sessions[0].step():
+            begun.set()
+            over.wait(60)
+
+    thread = threading.Thread(target=step)
+    thread.start()
+    assert begun.wait(60)
+    gone = {storage_address(parameter.grad) for parameter in one.parameters() if parameter.grad is not None}
+    for parameter in one.parameters():
+        parameter.grad = None
+    came = [torch.zeros(parameter.shape) for parameter in other.parameters()]
+    for parameter, gradient in zip(other.parameters(), came, strict=True):
+        parameter.grad = gradient
+    with sessions[1].step():
+        pass
+    over.set()
+    thread.join()
+    assert not gone & {*map(storage_address, came)}, "no address is another storage's while a step may ask for it"
+    for memory in sessions:
+        memory.close()
 
 
 @pytest.mark.parametrize("order", ORDERS)

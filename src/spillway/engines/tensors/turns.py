@@ -14,13 +14,14 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from spillway.engines.tensors.abstract import AbstractTensorEngine
 from spillway.errors import SessionError
-from spillway.internals.private import storage_address
+from spillway.internals.private import storage_address, storage_of
 
 
 class Taker(Protocol):
@@ -40,8 +41,9 @@ class _Turn(NamedTuple):
     engine: AbstractTensorEngine
     thread: threading.Thread
     step: weakref.ref[Taker]
-    keys: frozenset[int]
-    """Storages that it is known by name to use."""
+    keys: dict[int, Any]
+    """Storages that it is known by name to use, by address. No other one has the address of one that is gone while a
+    weak reference to that is held."""
     abandon: Callable[[], None]
     """Ends the step of a session that is gone."""
 
@@ -70,7 +72,7 @@ def take_turn(
 ) -> None:  # fmt: skip
     """A step of this engine begins in this thread. `alone` says that there is no other engine to meet. Raises
     SessionError if another session's step is running in this thread, or in another one on the same storages."""
-    keys = frozenset() if alone else _keys(tensors())
+    keys = {} if alone else _keys(tensors())
     mine = _turns[id(engine)] = _Turn(engine, threading.current_thread(), weakref.ref(step), keys, abandon)
     try:
         for other in list(_turns.values()):
@@ -118,5 +120,7 @@ def forget_turns() -> None:
     _turns.clear()
 
 
-def _keys(tensors: Iterable[torch.Tensor]) -> frozenset[int]:
-    return frozenset(storage_address(tensor) for tensor in tensors if torch._C._has_storage(tensor))
+def _keys(tensors: Iterable[torch.Tensor]) -> dict[int, Any]:
+    weak: Any = StorageWeakRef
+    there = (tensor for tensor in tensors if torch._C._has_storage(tensor))
+    return {storage_address(tensor): weak(storage_of(tensor)) for tensor in there}
