@@ -19,7 +19,7 @@ where sizes are many that of the largest there can be.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, floor, log
 from statistics import median
@@ -121,7 +121,7 @@ class Auto(AbstractBlockMethod):
         """What steps took, over what their plans had said: the machine beside its best times."""
         self._latest: _Remembered | None = None
         self._unmoved = 0
-        """Steps in a row whose plans recompute and move nothing."""
+        """Forwards in a row whose plans recompute and move nothing."""
 
     def in_header(self) -> dict[str, object]:
         """Nothing: what becomes of blocks is another thing in every step."""
@@ -225,7 +225,7 @@ class Auto(AbstractBlockMethod):
         if largest is None or any(mine > known for mine, known in zip(size, largest, strict=True)):
             largest = tuple(map(max, size, largest or size))
             if len(self._largest) >= VARIED and len(bucket) == len(size) and self._bytes.settled:
-                largest = tuple(map(max, self._upper_edge(size), largest))
+                largest = tuple(map(max, self._each(size, _last), largest))
             self._plans.pop(bucket, None)
         self._largest[bucket] = largest
         known = self._plans.get(bucket)
@@ -251,16 +251,13 @@ class Auto(AbstractBlockMethod):
         return median(self._paces) if self._paces else 1.0
 
     def _bucket(self, size: InputSize) -> InputSize:
-        bucket = tuple(map(_edge, size))
-        if self._options.batched:
-            bucket = size[0], *bucket[1:]
+        bucket = self._each(size, _edge)
         return (*size, -1) if bucket in self._alone else bucket
 
-    def _upper_edge(self, size: InputSize) -> InputSize:
-        """The largest numbers of its bucket."""
-        if self._options.batched:
-            return size[0], *(_last(number) for number in size[1:])
-        return tuple(map(_last, size))
+    def _each(self, size: InputSize, function: Callable[[int], int]) -> InputSize:
+        """Of its numbers, but for a number of samples."""
+        numbers = tuple(map(function, size))
+        return (size[0], *numbers[1:]) if self._options.batched else numbers
 
     def problem(self, size: InputSize, available: Bytes) -> BlockProblem:
         """What is to be planned at this size."""
