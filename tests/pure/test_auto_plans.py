@@ -176,7 +176,7 @@ def test_links_that_were_slow_at_first_are_tried_again_ever_more_rarely() -> Non
     training = Training()
     did = [training.step(110, rate=1e3) for _ in range(140)]
     tried = [number for number, one in enumerate(did) if any(action.moves for action in one.actions)]
-    assert 5 <= len(tried) <= 9, "one in the beginning, then after 2, 4, 8, ... steps"
+    assert 5 <= len(tried) <= 9, "one in the beginning, then after 8, 16, 32, ... steps"
     assert all(later - number > 1 for number, later in pairwise(tried))
     did = [training.step(110) for _ in range(140)]
     assert training.method.rates == (1e6, 1e6)

@@ -169,7 +169,7 @@ class Auto(AbstractBlockMethod):
         again, after twice as many steps each time."""
         moves = not planned.given_up or any(action.moves for action in planned.actions)
         self._unmoved = 0 if moves else self._unmoved + 1
-        if self._moves and self._unmoved > 1 and self._unmoved.bit_count() == 1:
+        if self._moves and self._unmoved >= POLISHED and self._unmoved.bit_count() == 1:
             self._pending[Action.RECOMPUTE_OFFLOADED] = 1
             self._menus.doubt_rates()
 
