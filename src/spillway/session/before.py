@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Final, NamedTuple, final
 
 import torch
@@ -13,7 +13,7 @@ from spillway.engines.blocks.fingerprints import Fingerprint, fingerprint
 from spillway.engines.environment import Environment
 from spillway.internals.dispatch_key import unwatched
 from spillway.internals.private import bytes_over, is_wrapper
-from spillway.session.inputs import modules_of, parameters_of
+from spillway.session.inputs import parameters_of
 from spillway.units import Bytes, KiB
 
 SMALL: Final[Bytes] = 64 * KiB
@@ -46,12 +46,10 @@ class Before:
     shown that training does not change it; if a later one does, a refusal cannot put it back, and says so.
 
     Args:
-        model: Whose buffers.
         environment: Which random streams.
     """
 
-    def __init__(self, model: nn.Module, environment: Environment) -> None:
-        self._model = model
+    def __init__(self, environment: Environment) -> None:
         self._environment = environment
         self._copies: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}
         """Storages that training may change, by identity, and what was in them."""
@@ -71,11 +69,11 @@ class Before:
         return [*(copy for _, copy in self._copies.values()), *states]
 
     @_unseen()
-    def remember(self, *, large: bool = True) -> None:
-        """A step begins. `large` says whether there is room for copies of large storages; what changes in these cannot
-        be put back otherwise, and a refusal says so."""
-        self._held = [(module._buffers, dict(module._buffers.items())) for module in modules_of((self._model,))]
-        self._parameters = [(one, _version(one)) for one in parameters_of((self._model,))]
+    def remember(self, modules: Sequence[nn.Module], *, large: bool = True) -> None:
+        """A step of these modules begins. `large` says whether there is room for copies of large storages; what changes
+        in these cannot be put back otherwise, and a refusal says so."""
+        self._held = [(module._buffers, dict(module._buffers.items())) for module in modules]
+        self._parameters = [(one, _version(one)) for one in parameters_of(modules)]
         self._locations, self._others = [], []
         for _, buffers in self._held:
             for name, one in buffers.items():

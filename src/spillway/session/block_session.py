@@ -240,7 +240,7 @@ class BlockSession(Session):
         self._pages = blocks.page
         self._named = blocks.names
         self._parts: tuple[torch.nn.Module, ...] = ()
-        """All modules of the model when its blocks were last opened, or looked for."""
+        """All modules of the model when its blocks were last opened, or looked for, or a step begun."""
         self._looked = 0
         """How often they were looked for."""
         try:
@@ -276,8 +276,9 @@ class BlockSession(Session):
 
     def _look_again(self) -> None:
         """Where the model was rebuilt nothing of what was learned is of this one."""
+        before, self._parts = self._parts, tuple(modules_of(self._models))
         engine = self._engine
-        if engine is None or not self._rebuilt:
+        if engine is None or self._parts == before:
             return
         self._engine = None
         engine.close()
@@ -299,7 +300,7 @@ class BlockSession(Session):
     @property
     def _gradients(self) -> list[torch.Tensor]:
         """That are there."""
-        return [one for parameter in parameters_of((self._model,)) if (one := gradient_of(parameter)) is not None]
+        return [one for parameter in parameters_of(self._parts) if (one := gradient_of(parameter)) is not None]
 
     @property
     def _unknown(self) -> bool:
@@ -582,8 +583,8 @@ class BlockSession(Session):
         """What a refusal is to put back."""
         if self._budget.limited:
             if self._before is None:
-                self._before = Before(self._model, environment_of(self._model, self._generators))
-            self._before.remember(large=large)
+                self._before = Before(environment_of(self._model, self._generators))
+            self._before.remember(self._parts, large=large)
 
     def _transfers(self) -> tuple[float, ...]:
         return (0, 0, 0, 0.0, 0.0) if self._engine is None else self._engine.transfers
@@ -592,7 +593,7 @@ class BlockSession(Session):
         structure = tuple(leaf.dim() for leaf in leaves(batch) if isinstance(leaf, torch.Tensor))
         # What is frozen saves nothing, so that what was learned until then says nothing of steps that train it.
         # Nor do steps before a mask, as of pruning, or another dtype tell of those with it.
-        named = (pair for part in modules_of((self._model,)) for pair in part._parameters.items())
+        named = (pair for part in self._parts for pair in part._parameters.items())
         trained = tuple((name, one.requires_grad, one.dtype) for name, one in named if one is not None)
         key = structure if self._size_of is None else (), trained
         if key not in self._families:
@@ -807,9 +808,9 @@ class _Step(AbstractStep):
     def call(self, called: tuple[Any, dict[str, Any]]) -> Call:
         engine, model = self._session._engine, self._session._model
         assert engine is not None
-        there = ((name, gradient_of(one)) for name, one in model.named_parameters())
-        gradients = {name: one.nbytes for name, one in there if one is not None}
-        return Call(engine, called, gradients)
+        named = model.named_parameters() if self._session._gradients else ()  # names take longest, and seldom matter
+        there = ((name, gradient_of(one)) for name, one in named)
+        return Call(engine, called, {name: one.nbytes for name, one in there if one is not None})
 
     def rise(self, seam: Seam) -> Bytes:
         return self._family.seams.get(self._dimensions, {}).get(seam, 0)

@@ -58,9 +58,9 @@ def modules_of(models: Iterable[torch.nn.Module]) -> Iterator[torch.nn.Module]:
         waiting += reversed(children.values())
 
 
-def parameters_of(models: Iterable[torch.nn.Module]) -> list[torch.Tensor]:
-    """As `Module.parameters` has them, each once, in half the time."""
-    every = (one for module in modules_of(models) for one in module._parameters.values() if one is not None)
+def parameters_of(modules: Iterable[torch.nn.Module]) -> list[torch.Tensor]:
+    """Those that the modules themselves have, each once."""
+    every = (one for module in modules for one in module._parameters.values() if one is not None)
     return list({id(one): one for one in every}.values())
 
 

@@ -50,7 +50,7 @@ from spillway.memory.budget import Budget
 from spillway.methods.actions import Action
 from spillway.methods.by_block import BlockSample, Decision, Forecast, InputSize, StepSample
 from spillway.methods.mimose.peaks import orders
-from spillway.session.inputs import gradient_of, parameters_of
+from spillway.session.inputs import gradient_of, modules_of, parameters_of
 from spillway.session.needs import Call
 from spillway.units import Bytes, MiB, Seconds
 
@@ -946,4 +946,4 @@ def _in_backward() -> bool:
 
 def without_gradient(model: torch.nn.Module) -> set[int]:
     """Parameters for which a backward creates one, by id."""
-    return {id(one) for one in parameters_of((model,)) if one.requires_grad and gradient_of(one) is None}
+    return {id(one) for one in parameters_of(modules_of((model,))) if one.requires_grad and gradient_of(one) is None}

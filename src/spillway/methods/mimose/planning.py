@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import inf
 from typing import Final, final
 
@@ -28,6 +29,8 @@ from spillway.units import Bytes, Seconds
 NOTHING: Final = frozenset[int]()
 NEAR: Final = 0.01
 """Of a peak: where the rest of a step needs less by a smaller share than was expected, plans stay as they are."""
+REMEMBERED: Final = 1024
+"""Sizes whose blocks' bytes and seconds are."""
 
 
 class AbstractPlanning(ABC):
@@ -173,7 +176,8 @@ class SimulatedPlanning(AbstractPlanning):
         self._rest = self._estimate(windows=False)
         self._margin: Bytes = 0
         self._corrected: set[InputSize] = set()
-        self._blocks: tuple[Estimates, Quadratics] | None = None
+        self._blocks: Callable[[InputSize], tuple[list[Bytes], Sequence[Seconds]]] | None = None
+        """Bytes and seconds of the blocks at a size, which forwards ask for as often as they have it."""
 
     def _estimate(self, *, windows: bool = True) -> Estimate:
         lawless = not self.options.exact_bytes
@@ -324,12 +328,13 @@ class SimulatedPlanning(AbstractPlanning):
     def _forecast(self, size: InputSize, *, turn: Bytes, rest: Bytes) -> Forecast:
         if self._blocks is None:
             fits = [fit_quadratic(list(times.items()), batched=self.options.batched) for times in self._times]
-            self._blocks = Estimates([*self._saved, *self._working]), Quadratics(fits)
-        estimates, times = self._blocks
-        nbytes, blocks = estimates.at(size), len(self._saved)
+            estimates, times = Estimates([*self._saved, *self._working]), Quadratics(fits)
+            self._blocks = lru_cache(maxsize=REMEMBERED)(lambda size: (estimates.at(size), times.at(size)))
+        nbytes, seconds = self._blocks(size)
+        blocks = len(self._saved)
         return Forecast(
             saved=nbytes[:blocks],
-            seconds=times.at(size),
+            seconds=seconds,
             turn=turn,
             rest=rest,
             working=nbytes[blocks:],
