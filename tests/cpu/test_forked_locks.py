@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pkgutil
 import sys
@@ -102,3 +103,30 @@ def test_a_thread_that_forks_while_it_holds_a_lock_lets_go_of_it_in_the_child() 
     if child == 0:
         os._exit(42 if getattr(module, name) is before and not before._is_owned() else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 42
+
+
+def test_garbage_may_be_collected_while_a_store_looks_through_what_it_has(tmp_path: Path) -> None:
+    """Wherever in the look: a collection comes after so many objects, and changes what is looked through."""
+    store = Store(DiskLanes(DiskTier(tmp_path)))
+    for allocated in range(1, 30):
+        homes = [store.send(torch.arange(4096).untyped_storage()) for _ in range(3)]
+        store.finish_out()
+        for home in homes:
+            home.start_in()
+        thresholds = gc.get_threshold()
+        gc.collect()
+        gc.disable()
+        circle: list[Any] = [homes.pop(0)]
+        circle.append(circle)
+        del circle
+        try:
+            gc.set_threshold(allocated)
+            gc.enable()
+            assert store.arrived_bytes <= 3 * 4096 * 8
+            assert store.leaving_bytes == 0
+            store.settle()
+        finally:
+            gc.set_threshold(*thresholds)
+            gc.enable()
+        gc.collect()
+    store.close()

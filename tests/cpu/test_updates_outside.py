@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch.utils.data import TensorDataset
 from transformers import PretrainedConfig, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
 import spillway
+from spillway.session import updates
 from tests.cpu.interrupted import BATCH, Training
 
 METHODS = ("lru", "checkpoint")
@@ -136,3 +139,21 @@ def test_a_trainer_whose_step_leaves_the_optimizer_out_is_told(tmp_path: Path) -
         with pytest.warns(UserWarning, match=OUTSIDE):
             one.train()
         assert len(one.memory.history) == 6
+
+
+def test_garbage_with_a_session_may_be_collected_while_another_closes(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Collects(weakref.WeakSet[Any]):
+        """In which looking through it ends another session's hook, as a collection of garbage does."""
+
+        def __iter__(self) -> Iterator[Any]:
+            if not begun:
+                begun.append(self)
+                updates._forget()
+            return super().__iter__()
+
+    begun: list[Any] = []
+    monkeypatch.setattr(updates, "_open", Collects())
+    monkeypatch.setattr(updates, "_handles", [optimizer.register_optimizer_step_pre_hook(lambda *given: None)])
+    updates._forget()
+    assert begun
+    assert not updates._handles

@@ -76,7 +76,7 @@ class Updates:
 def _forget() -> None:
     """With the last session, closed or collected, the hook is gone."""
     with _lock:
-        while _handles and not tuple(_open):
+        while not tuple(_open) and _handles:  # in this order: a collection of garbage in the first may end up here
             _handles.pop().remove()
 
 

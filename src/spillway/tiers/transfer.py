@@ -215,12 +215,12 @@ class Store:
         return self._leaving_still()
 
     def _leaving_still(self) -> Bytes:
-        return sum(transfer.nbytes for transfer in tuple(self._leaving) if transfer.source is not None)
+        return sum(transfer.nbytes for transfer in [*self._leaving] if transfer.source is not None)
 
     @property
     def arrived_bytes(self) -> Bytes:
         """Bytes that are here, or coming, before anybody asked for them: they are resident."""
-        return sum(transfer.nbytes for transfer in tuple(self._arrivals) if transfer.arrival is not None)
+        return sum(transfer.nbytes for transfer in [*self._arrivals] if transfer.arrival is not None)
 
     def begin_block(self) -> None:
         """A block is about to send what it holds. Raises SpillFullError if an earlier block's bytes found no room; they
@@ -356,7 +356,7 @@ class Store:
             self._lanes.start_out(transfer)
 
     def _free_dead(self) -> None:
-        for transfer in tuple(self._dead):
+        for transfer in [*self._dead]:
             self._lanes.settle(transfer)
         self._reap()
 
@@ -364,7 +364,7 @@ class Store:
         if held_here(self._lock) or not self._lock.acquire(blocking=False):  # garbage may be collected in between
             return
         try:
-            for transfer in tuple(self._leaving):
+            for transfer in [*self._leaving]:
                 self._lanes.reap(transfer)
             while self._leaving and self._leaving[0].source is None:
                 self._leaving.popleft()

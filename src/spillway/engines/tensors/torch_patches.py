@@ -101,7 +101,8 @@ class WhileOpen:
 
     def _uninstall_after_the_last(self) -> None:
         with self._lock:
-            if self._installed and not tuple(self.engines):  # its length may count one that has just been collected
+            # The length may count one that has just been collected, and a collection in the walk may have ended here.
+            if not tuple(self.engines) and self._installed:
                 self.uninstall()
 
 
