@@ -20,7 +20,7 @@ from spillway.pilots.sample_files import read_samples
 from spillway.recording.path_recorder import PathRecorder
 from spillway.workloads import stdlib_trees
 from spillway.workloads.dynamic.gates import Gate
-from spillway.workloads.dynamic.tree_batches import children_of
+from spillway.workloads.dynamic.tree_batches import children_of, inner_nodes, nodes_of_cells
 from spillway.workloads.dynamic.tree_batches import sizes as sizes_of_trees
 from spillway.workloads.named import DYNAMIC, get
 from spillway.workloads.recorded import record_samples
@@ -35,6 +35,12 @@ def small(name: str, seed: int = 0) -> Workload:
 @pytest.fixture(params=SMALL_DYNAMIC)
 def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
+
+
+def test_a_tree_says_which_nodes_have_children_and_how_many_are_of_each_cell() -> None:
+    batch = {"types": torch.tensor([0, 1, 0, 2]), "parents": torch.tensor([1, 3, 3, -1]), "verbs": torch.tensor([0])}
+    assert inner_nodes(batch, places=6) == [-1, 1, -1, 1, 0, 0]
+    assert nodes_of_cells(batch, cell_of=[0, 1, 1]) == [2, 0, 2, 2]
 
 
 def test_every_dynamic_workload_is_here() -> None:
@@ -55,8 +61,8 @@ def test_paths_differ_and_touch_the_parameters_of_the_modules_that_run(name: str
     known = recorded.architecture
     if name != "unrolled-gan":  # whose early steps may be alike
         assert known.decisions > 0
-    sizes = {len(sample.sizes) for sample in recorded.samples}
-    assert len(sizes) == 1
+    described = {(len(sample.sizes), len(sample.structure)) for sample in recorded.samples}
+    assert len(described) == 1
     model = small(name).model
     names = [one.name for one in known.parameters]
     assert names == [name for name, _ in model.named_parameters()]

@@ -13,7 +13,7 @@ import pytest
 from spillway.cli import main
 from spillway.costs import device_named
 from spillway.errors import FileFormatError, UsageError
-from spillway.pilots.decisions import DecisionPilot
+from spillway.pilots.decisions import BATCHES, EPOCHS, ROWS, DecisionPilot
 from spillway.pilots.mlp import Mlp
 from spillway.pilots.paths import Sample
 from spillway.pilots.pilot_files import SavedPilot, read_pilot, renumbered, write_pilot
@@ -146,6 +146,30 @@ def test_the_decision_pilot_foresees_what_frequency_cannot() -> None:
         frequency.learn(sample)
     later = samples[500:]
     assert right(pilot, later, program) > right(frequency, later, program) + 0.2
+
+
+def test_the_structure_of_an_input_tells_what_its_embedding_does_not() -> None:
+    network = GatedNetwork(6, seed=3)
+    samples = network.samples(700)
+    program = Program(network.architecture)
+    blank = [replace(one, embedding=one.embedding * 0, hidden=one.hidden * 0) for one in samples]
+    told = [replace(one, structure=tuple(2 * program.bits(one.path) - 1)) for one in blank]
+    found = []
+    for samples in (blank, told):
+        pilot = DecisionPilot(program, width=64)
+        pilot.fit(samples[:500], epochs=6)
+        found.append(right(pilot, samples[500:], program))
+    assert found[0] < 0.7 < 0.98 < found[1]
+
+
+def test_few_samples_are_learned_as_long_as_many() -> None:
+    network = GatedNetwork(3, seed=1)
+    samples = network.samples(640)
+    program = Program(network.architecture)
+    rows = sum(len(one.hidden) + 1 for one in samples[:64])
+    assert DecisionPilot(program, width=4).fit(samples[:64]) == BATCHES // -(-rows // ROWS)
+    assert DecisionPilot(program, width=4).fit(samples[:64] * 300) == EPOCHS
+    assert DecisionPilot(program, width=4).fit(samples, epochs=2) == 2
 
 
 def test_what_is_resolved_is_certain_and_the_next_decision_is_clearer() -> None:

@@ -24,9 +24,9 @@ def recorded() -> RecordedSamples:
         path = known.path(keys, [0, *range(len(keys))], range(len(keys) - 1))
         samples.append(
             Sample(
-                step=step, sizes=(3.0, 0.5), embedding=np.array([0.25, step], np.float32), base=known.base, path=path,
-                signatures=np.full(len(keys), signature, np.int32), hidden=np.ones((1, 2), np.float32),
-                asked_at=np.array([1], np.int32), loss=1.5,
+                step=step, sizes=(3.0, 0.5), structure=(1.0, -1.0), embedding=np.array([0.25, step], np.float32),
+                base=known.base, path=path, signatures=np.full(len(keys), signature, np.int32),
+                hidden=np.ones((1, 2), np.float32), asked_at=np.array([1], np.int32), loss=1.5,
             )
         )  # fmt: skip
     return RecordedSamples(architecture=known, samples=tuple(samples), facts={"seed": 0})
@@ -42,7 +42,8 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     assert read.architecture.parts == given.architecture.parts
     assert read.samples[0].path is read.samples[2].path
     for one, other in zip(read.samples, given.samples, strict=True):
-        assert (one.step, one.sizes, one.loss) == (other.step, other.sizes, other.loss)
+        assert (one.step, one.sizes, one.structure) == (other.step, other.sizes, other.structure)
+        assert one.loss == other.loss
         for name in ("embedding", "signatures", "hidden", "asked_at"):
             assert np.array_equal(getattr(one, name), getattr(other, name))
         for name in ("keys", "starts", "operands"):
@@ -67,7 +68,7 @@ def test_a_file_that_is_cut_damaged_newer_or_foreign_is_refused(tmp_path: Path) 
     assert "2 paths and 2 samples follow of the 2 and 3" in refused(tmp_path, b"".join(whole[:-1]))
     assert "its checksum does not fit" in refused(tmp_path, b"".join(whole).replace(b'"loss":1.5', b'"loss":2.5'))
     assert "its checksum does not fit" in refused(tmp_path, b"".join([whole[0], *whole[2:]]))
-    assert "written in version 9" in refused(tmp_path, whole[0].replace(b'"version":1', b'"version":9'))
+    assert "written in version 9" in refused(tmp_path, whole[0].replace(b'"version":2', b'"version":9'))
     assert "this is not the first line of a file of samples" in refused(tmp_path, b'{"format":"other"}\n')
     assert "cut or damaged" in refused(tmp_path, gzip.compress(b"".join(whole))[:-20])
 

@@ -79,7 +79,10 @@ def train(
         Literal["decisions", "published"], typer.Option(help="One output a decision, or the paper's vectors.")
     ] = "decisions",
     width: Annotated[int, typer.Option(min=1, help="Of both hidden layers.")] = 256,
-    epochs: Annotated[int, typer.Option(min=1, help="How often every sample is learned.")] = 8,
+    epochs: Annotated[
+        int | None,
+        typer.Option(min=1, help="How often every sample is learned; as often as needed if left out."),
+    ] = None,
     budget: Annotated[
         str,
         typer.Option(
@@ -106,8 +109,12 @@ def train(
         made = PublishedPilot(
             program, allowed=budget_of_peak(budget, largest, device_of(device).memory), width=width, seed=seed
         )
-    made.fit(learned, epochs=epochs)
-    facts = {"samples": len(learned), "epochs": epochs, "seed": seed, "recorded": dict(recorded.facts)}
+    facts = {
+        "samples": len(learned),
+        "epochs": made.fit(learned, epochs=epochs),
+        "seed": seed,
+        "recorded": dict(recorded.facts),
+    }
     saved = SavedPilot(pilot=made, facts=facts)
     with naming(output):
         write_pilot(output, saved)

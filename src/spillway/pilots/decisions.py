@@ -2,7 +2,8 @@
 
 Not in the paper. What DyNN-Offload predicts are sums over blocks, whose borders move with every earlier decision; here
 each decision has one output, and what is known when it is asked is an input: the sizes, the mean of the embedding, the
-hidden state that was re-directed at the last decision (section IV-C re-directs the embedding), and what is resolved.
+structure that the input itself has, the hidden state that was re-directed at the last decision (section IV-C re-directs
+the embedding), and what is resolved.
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ FOLLOWING: Final = np.float32(0.2)
 """How far the bias of a decision follows what it was and was not expected to be."""
 ROWS: Final = 64
 """In a batch of `fit`."""
+EPOCHS: Final = 8
+BATCHES: Final = 1024
+"""Of `fit`, at least: of a network that hands no numbers to the host there is one row a sample, of others many."""
 CALIBRATED_AFTER: Final = 64
 """Steps from one calibration to the next."""
 TEMPERATURES: Final = np.geomspace(0.5, 8, 17, dtype=np.float32)
@@ -80,13 +84,14 @@ class DecisionPilot(AbstractPilot):
     # ------------------------------------------------------------------ features
 
     def _fill(self, row: Floats, sample: Sample, asked: int) -> Floats | None:
-        """What is known of a sample then: embedding, sizes and their logarithms; and of a network that hands numbers
-        to the host whether it has, the hidden state, and what is resolved, which is returned."""
-        embedding, sizes = sample.embedding, np.array(sample.sizes, np.float32)
-        end = len(embedding) + 2 * len(sizes)
-        row[: len(embedding)] = embedding
-        row[len(embedding) : len(embedding) + len(sizes)] = sizes
-        row[len(embedding) + len(sizes) : end] = np.log1p(np.abs(sizes))
+        """What is known of a sample then: embedding, sizes and their logarithms, structure; and of a network that hands
+        numbers to the host whether it has, the hidden state, and what is resolved, which is returned."""
+        sizes = np.array(sample.sizes, np.float32)
+        given = np.concatenate(
+            [sample.embedding, sizes, np.log1p(np.abs(sizes)), np.array(sample.structure, np.float32)]
+        )
+        end = len(given)
+        row[:end] = given
         row[end:] = 0
         if not (asked and self._hidden):
             return None
@@ -105,7 +110,7 @@ class DecisionPilot(AbstractPilot):
         decisions = self.program.decisions
         if self.mlp is None or (len(sample.hidden) and not self._hidden):
             self._hidden = sample.hidden.shape[1] if len(sample.hidden) else 0
-            features = len(sample.embedding) + 2 * len(sample.sizes)
+            features = len(sample.embedding) + 2 * len(sample.sizes) + len(sample.structure)
             features += (1 + self._hidden + decisions) if self._hidden else 0
             self.mlp = Mlp([features, self.width, self.width, max(decisions, 1)], seed=self._seed)
         grown = max(decisions, 1) - self.mlp.widths[-1]
@@ -150,15 +155,17 @@ class DecisionPilot(AbstractPilot):
             features, targets, counts = self._rows(chosen, asked)
             mlp.learn(features, targets, counts, loss="logits", rule="adam", rate=rate)
 
-    def fit(self, samples: Sequence[Sample], *, epochs: int = 8) -> None:
-        """Learn from many samples at once, the last of which fill the ring."""
+    def fit(self, samples: Sequence[Sample], *, epochs: int | None = None) -> int:
+        """Learn from many samples at once, the last of which fill the ring. Returns how often each was learned, which
+        is `EPOCHS` or what `BATCHES` take where nobody says it."""
         if not samples:
-            return
+            return 0
         self.program.follow()
         mlp = self._prepare(samples[-1])
         features, targets, counts = self._rows(samples)
         mlp.standardize(features)
         batches = -(-len(features) // ROWS)
+        epochs = epochs or max(EPOCHS, BATCHES // batches)
         for epoch in range(epochs):
             order = self._random.permutation(len(features))
             # Down to nothing along half a cosine (Loshchilov and Hutter 2017).
@@ -168,6 +175,7 @@ class DecisionPilot(AbstractPilot):
                 mlp.learn(features[chosen], targets[chosen], counts[chosen], loss="logits", rule="adam", rate=rate)
         self.ring.extend(samples)
         self.surprise = CERTAIN
+        return epochs
 
     def _rows(self, samples: Sequence[Sample], asked: Sequence[int] | None = None) -> tuple[Floats, Floats, Floats]:
         """Features, bits and which bits were open: of every moment of every sample, or of one moment each."""

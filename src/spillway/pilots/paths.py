@@ -10,7 +10,7 @@ The forward alone is a path: the backward is the tape of it in reverse, and the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, TypeAlias, final
@@ -46,6 +46,9 @@ class Dynamism:
     """Qualified name of the module whose result embeds the sample, [..., width]."""
     sizes: Callable[[Any], tuple[float, ...]]
     """Size features of a batch, as many for every one."""
+    structure: Callable[[Any], Sequence[float]] = lambda batch: ()
+    """What of a batch decides which way the forward takes, where it says so itself, such as which nodes of a tree have
+    children: as many numbers for every one. No mean of an embedding tells that."""
 
 
 @final
@@ -135,6 +138,8 @@ class Sample:
     """Which step of the run, from 0."""
     sizes: tuple[float, ...]
     """Size features of the batch, such as tokens, nodes and depth; as many in every sample of a network."""
+    structure: tuple[float, ...] = ()
+    """See `Dynamism.structure`."""
     embedding: Floats
     """[width] Mean of what the network's own embedding made of the sample."""
     base: BaseType

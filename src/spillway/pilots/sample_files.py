@@ -1,12 +1,12 @@
 """Sample files: steps of a dynamic network as versioned JSON lines, from which pilots learn; compressed.
 
-    {"format":"spillway-samples","version":1,"network":"var-bert","base":"transformer","facts":{...},
+    {"format":"spillway-samples","version":2,"network":"var-bert","base":"transformer","facts":{...},
      "paths":2,"samples":3}
     {"parameters":[["embedding.tokens.weight",33152]],"ops":[["embedding",0,0,"aten.embedding.default",[0]]],
      "signatures":[["aten.embedding.default",[259,32,0],4096,0,8704]],"statements":{"":["if is_open"]}}
     {"path":0,"keys":"...","starts":"...","operands":"..."}
-    {"sample":0,"path":0,"sizes":[39.0,6.0],"loss":5.6,"embedding":"...","signatures":"...","asked_at":"...",
-     "hidden":"..."}
+    {"sample":0,"path":0,"sizes":[39.0,6.0],"structure":[],"loss":5.6,"embedding":"...","signatures":"...",
+     "asked_at":"...","hidden":"..."}
 
 Arrays are little-endian, int32 or float32, in base64. Lines are sealed (`ir/sealed.py`). Paths stand in the order in
 which they were seen, so that who reads them learns the same architecture, with the same numbers.
@@ -34,7 +34,7 @@ from spillway.pilots.paths import BaseType, Numbers, OpSignature, ParameterStora
 
 FORMAT: Final = "spillway-samples"
 """What the first line of every sample file names."""
-VERSION: Final = 1
+VERSION: Final = 2
 """The version that this code writes, and the newest that it reads."""
 LEARNED: Final = 0.75
 """Of samples, the share in front that a pilot learns; it is judged by the rest."""
@@ -103,9 +103,10 @@ def _records(recorded: RecordedSamples) -> Iterator[dict[str, Any]]:
     yield from architecture_records(known)
     for sample in recorded.samples:
         yield {
-            "sample": sample.step, "path": sample.path.number, "sizes": list(sample.sizes), "loss": sample.loss,
-            "embedding": text_of(sample.embedding), "signatures": text_of(sample.signatures),
-            "asked_at": text_of(sample.asked_at), "hidden": text_of(sample.hidden),
+            "sample": sample.step, "path": sample.path.number, "sizes": list(sample.sizes),
+            "structure": list(sample.structure), "loss": sample.loss, "embedding": text_of(sample.embedding),
+            "signatures": text_of(sample.signatures), "asked_at": text_of(sample.asked_at),
+            "hidden": text_of(sample.hidden),
         }  # fmt: skip
 
 
@@ -181,6 +182,7 @@ class _Sample:
     signatures: str
     asked_at: str
     hidden: str
+    structure: list[float] = field(default_factory=list)
 
 
 def learn_record(architecture: Architecture, record: dict[str, Any], *, tables: bool) -> None:
@@ -229,9 +231,9 @@ def _sample(architecture: Architecture, given: _Sample) -> Sample:
     if len(signatures) != len(path) or hidden.size != len(asked_at) * len(embedding):
         raise ValueError(f"sample {given.sample} has more or fewer signatures or hidden states than its path has ops")
     return Sample(
-        step=given.sample, sizes=tuple(given.sizes), embedding=embedding, base=architecture.base, path=path,
-        signatures=signatures, asked_at=asked_at, hidden=hidden.reshape(len(asked_at), len(embedding)),
-        loss=given.loss,
+        step=given.sample, sizes=tuple(given.sizes), structure=tuple(given.structure), embedding=embedding,
+        base=architecture.base, path=path, signatures=signatures, asked_at=asked_at,
+        hidden=hidden.reshape(len(asked_at), len(embedding)), loss=given.loss,
     )  # fmt: skip
 
 

@@ -43,6 +43,8 @@ RATE: Final = 0.01
 """The paper's learning rate (section V)."""
 ROWS: Final = 64
 """In a batch."""
+EPOCHS: Final = 40
+"""Of `fit`; the paper does not say."""
 RECORDED: Final = 4096
 """Labelled paths, and mispredictions, that are kept."""
 
@@ -199,10 +201,12 @@ class PublishedPilot(AbstractPilot):
             if len(self._mispredicted) > RECORDED:
                 del self._mispredicted[next(iter(self._mispredicted))]
 
-    def fit(self, samples: Sequence[Sample], *, epochs: int = 40) -> None:
-        """Learn from samples of one base type that ran."""
+    def fit(self, samples: Sequence[Sample], *, epochs: int | None = None) -> int:
+        """Learn from samples of one base type that ran. Returns how often each was learned, which is `EPOCHS` where
+        nobody says it."""
         if not samples:
-            return
+            return 0
+        epochs = epochs or EPOCHS
         self.program.follow()
         labels = np.stack([self.label(sample) for sample in samples])
         for label, sample in zip(labels, samples, strict=True):
@@ -224,6 +228,7 @@ class PublishedPilot(AbstractPilot):
                     features[chosen], targets[chosen], counts[: len(chosen)], loss="squares", rule="sgd", rate=RATE
                 )
         self.mlps[base] = mlp
+        return epochs
 
     # ------------------------------------------------------------------ files
 

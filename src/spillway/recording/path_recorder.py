@@ -313,8 +313,9 @@ class PathRecorder:
         if forward.embedding is None:
             raise UsageError(f"The forward of {self._workload.name} did not call {self._dynamism.embedding!r}.")
         return Sample(
-            step=self._steps - 1, sizes=self._dynamism.sizes(batch), embedding=forward.embedding,
-            base=self._dynamism.base, path=self.architecture.path(forward.keys, forward.starts, forward.operands),
+            step=self._steps - 1, sizes=self._dynamism.sizes(batch), structure=tuple(self._dynamism.structure(batch)),
+            embedding=forward.embedding, base=self._dynamism.base,
+            path=self.architecture.path(forward.keys, forward.starts, forward.operands),
             signatures=np.array(forward.signatures, np.int32), asked_at=np.array(forward.asked_at, np.int32),
             hidden=np.array(forward.hidden, np.float32).reshape(-1, len(forward.embedding)),
             loss=float(loss.detach()),

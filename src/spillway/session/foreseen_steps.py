@@ -82,6 +82,7 @@ class ForeseenSteps:
         self._process = os.getpid()
         self._open = ExitStack()
         self._sizes: tuple[float, ...] = ()
+        self._structure: tuple[float, ...] = ()
         self._steps = 0
         self._over, self._told = True, False
         self._asked = -2
@@ -118,7 +119,7 @@ class ForeseenSteps:
         if not self._engine.budget.limited:
             return
         try:
-            self._sizes = self._dynamism.sizes(batch)
+            self._sizes, self._structure = self._dynamism.sizes(batch), tuple(self._dynamism.structure(batch))
         except Exception as error:
             self._give_up(error)
             return
@@ -257,8 +258,9 @@ class ForeseenSteps:
         hidden = [one for one in forward.hidden if len(one) == width]
         asked_at = [at for at, one in zip(forward.asked_at, forward.hidden, strict=True) if len(one) == width]
         return Sample(
-            step=self._steps, sizes=self._sizes, embedding=forward.embedding, base=self._dynamism.base, path=path,
-            signatures=signatures, asked_at=np.array(asked_at, np.int32),
+            step=self._steps, sizes=self._sizes, structure=self._structure, embedding=forward.embedding,
+            base=self._dynamism.base, path=path, signatures=signatures,
+            asked_at=np.array(asked_at, np.int32),
             hidden=np.array(hidden, np.float32).reshape(-1, width),
         )  # fmt: skip
 

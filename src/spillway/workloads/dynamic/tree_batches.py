@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import cast
 
@@ -58,3 +58,21 @@ def sizes(batch: Batch) -> tuple[float, ...]:
             depths[node] = depths[parents[node]] + 1
     leaves = len(parents) - len({parent for parent in parents if parent >= 0})
     return float(len(parents)), float(max(depths)), float(leaves), float(len(set(given["types"].tolist())))
+
+
+def inner_nodes(batch: Batch, *, places: int) -> list[float]:
+    """Of every node whether it has children: 1 or -1, and 0 up to so many places."""
+    parents = cast(dict[str, Tensor], batch)["parents"].tolist()
+    inner = set(parents)
+    return [1.0 if node in inner else -1.0 for node in range(len(parents))] + [0.0] * (places - len(parents))
+
+
+def nodes_of_cells(batch: Batch, *, cell_of: Sequence[int]) -> list[float]:
+    """Of every cell how many nodes are its, and how many of these have children."""
+    given = cast(dict[str, Tensor], batch)
+    inner = set(given["parents"].tolist())
+    counts = [0.0] * (2 * (max(cell_of) + 1))
+    for node, kind in enumerate(given["types"].tolist()):
+        counts[2 * cell_of[kind]] += 1
+        counts[2 * cell_of[kind] + 1] += node in inner
+    return counts

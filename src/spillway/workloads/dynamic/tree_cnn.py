@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from spillway.pilots.paths import BaseType, Dynamism
 from spillway.workloads.dynamic.gates import RATE, SETTLING, Gate, groups, settle
-from spillway.workloads.dynamic.tree_batches import batches, children_of, loss, roots_of, sizes
+from spillway.workloads.dynamic.tree_batches import batches, children_of, loss, nodes_of_cells, roots_of, sizes
 from spillway.workloads.stdlib_trees import NODE_TYPES, VERBS, type_ranks
 from spillway.workloads.workload import Workload, seed_everything
 
@@ -81,5 +81,8 @@ def build(
     settle(model, lambda: loss(model, next(first)))
     return Workload(
         name=NAME, model=model, optimizers=(torch.optim.AdamW(groups(model, 1e-3)),), batches=given, loss=loss,
-        dynamism=Dynamism(base=BaseType.CNN, embedding="embedding", sizes=sizes),
+        dynamism=Dynamism(
+            base=BaseType.CNN, embedding="embedding", sizes=sizes,
+            structure=partial(nodes_of_cells, cell_of=model.cell_of),
+        ),
     )  # fmt: skip

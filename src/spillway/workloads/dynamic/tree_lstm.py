@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from spillway.pilots.paths import BaseType, Dynamism
-from spillway.workloads.dynamic.tree_batches import batches, children_of, loss, roots_of, sizes
+from spillway.workloads.dynamic.tree_batches import batches, children_of, inner_nodes, loss, roots_of, sizes
 from spillway.workloads.stdlib_trees import NODE_TYPES, VERBS
 from spillway.workloads.workload import Workload, seed_everything
 
@@ -72,5 +72,8 @@ def build(seed: int = 0, *, width: int = 32, batch: int = 1, largest: int = 48) 
     return Workload(
         name=NAME, model=model, optimizers=(torch.optim.AdamW(model.parameters(), lr=2e-3),), loss=loss,
         batches=partial(batches, seed=seed, batch=batch, largest=largest),
-        dynamism=Dynamism(base=BaseType.LSTM, embedding="embedding", sizes=sizes),
+        dynamism=Dynamism(
+            base=BaseType.LSTM, embedding="embedding", sizes=sizes,
+            structure=partial(inner_nodes, places=batch * largest),
+        ),
     )  # fmt: skip
