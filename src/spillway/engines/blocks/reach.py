@@ -30,7 +30,7 @@ from spillway.engines.blocks.fingerprints import Fingerprint, fingerprint
 from spillway.engines.blocks.marks import ATOMS, Mark, Marks
 from spillway.engines.blocks.saved import PLAIN
 from spillway.engines.environment import Generator, stream
-from spillway.internals.private import bytes_over, grad_mode, is_leaf
+from spillway.internals.private import Place, bytes_over, grad_mode, is_leaf
 from spillway.units import Bytes, MiB
 
 MOST_THINGS: Final = 100_000
@@ -149,6 +149,8 @@ class Reach:
             if (substitute and entry.marked) or not entry.same(entry.was, entry.read()):
                 entry.write(_resolved(entry.was, made, substitute=substitute) if entry.marked else entry.was)
         for tensor, was in self._bytes:
+            if (storage := tensor.untyped_storage()).nbytes() != was.numel():
+                storage.resize_(was.numel())
             with grad_mode(enabled=False), cast(Any, torch.autograd)._unsafe_preserve_version_counter(tensor):
                 bytes_over(tensor.untyped_storage()).copy_(was)
 
@@ -334,6 +336,9 @@ class Reach:
     def _visit_tensor(self, tensor: Tensor) -> None:
         if is_leaf(tensor) and not (self._lasting and id(tensor) in self._fixed):
             self._note(functools.partial(_of_leaf, tensor), functools.partial(_put_leaf, tensor))
+            if _is_plain(tensor) and (place := Place.of(tensor)) is not None:
+                put = functools.partial(_put_place, tensor)
+                self._entries.append(_Entry(functools.partial(Place.of, tensor), place, put, operator.eq))
         if (
             not self._with_bytes
             or id(tensor) in self._fixed
@@ -421,6 +426,10 @@ def _cell(cell: types.CellType) -> Any:
         return cell.cell_contents
     except ValueError:  # empty as yet
         return _MISSING
+
+
+def _put_place(tensor: Tensor, place: Place) -> None:
+    place.put_back(tensor)
 
 
 def _own(thing: Any, name: str) -> Any:
