@@ -112,6 +112,24 @@ def _next(part: Any) -> int:
     return sum(item) if isinstance(item, tuple) else int(item)
 
 
+def _longer(part: Any) -> int:
+    part.held.resize_(len(part.held) + 1)[-1] = len(part.held)
+    return int(part.held.sum())
+
+
+def _turned(part: Any) -> int:
+    return int(part.held.t_()[0, 1])
+
+
+def _set_elsewhere(part: Any) -> int:
+    return int(part.held.set_(part.held.repeat(2).add_(1))[0])
+
+
+def _other_data(part: Any) -> int:
+    part.held.data = part.held.repeat(2) + 1
+    return len(part.held)
+
+
 ELSEWHERE: dict[str, Callable[[Any], int]] = {
     "global of another module": lambda part: elsewhere.count(),
     "imported function": lambda part: count_elsewhere(),
@@ -169,6 +187,14 @@ HELD: dict[str, tuple[Callable[[], Any], Callable[[Any], int]]] = {
     "numpy bits": (lambda: numpy.random.PCG64(3), lambda part: int(part.held.random_raw() % 9)),
     "numpy state": (lambda: [numpy.random.RandomState(3)], lambda part: int(part.held[0].randint(9))),
     "objects": (lambda: numpy.array([Box(1), 2], dtype=object), _objects),
+    "tensor that grows": (lambda: torch.zeros(0), _longer),
+    "tensor that is turned": (lambda: torch.arange(4).view(2, 2), _turned),
+    "tensor that is set": (lambda: torch.ones(1), _set_elsewhere),
+    "tensor of other data": (lambda: torch.ones(1), _other_data),
+    "buffer that grows": (lambda: torch.zeros(0), _longer),
+    "buffer that is turned": (lambda: torch.arange(4).view(2, 2), _turned),
+    "buffer that is set": (lambda: torch.ones(1), _set_elsewhere),
+    "buffer of other data": (lambda: torch.ones(1), _other_data),
 }  # fmt: skip
 
 
@@ -178,7 +204,11 @@ class Stateful(Part):
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind, self.turn = kind, 0
-        self.held = HELD[kind][0]() if kind in HELD else None
+        held = HELD[kind][0]() if kind in HELD else None
+        if kind.startswith("buffer"):
+            self.register_buffer("held", held)
+        else:
+            self.held = held
         self.step = HELD[kind][1] if kind in HELD else ELSEWHERE[kind]
 
     def forward(self, x: Tensor) -> Tensor:

@@ -112,6 +112,16 @@ def test_a_closed_session_says_so(use: Callable[[spillway.Session], Any]) -> Non
     assert_one_sentence(error.value)
 
 
+@pytest.mark.parametrize("method", ["auto", "lru"])
+def test_a_batch_that_holds_itself_is_as_good_as_another(method: str) -> None:
+    model = network()
+    batch: dict[str, Any] = {"x": batch_of(0)}
+    batch["batches"] = [batch]
+    with spillway.manage(model, budget=None, method=method) as memory, memory.step(batch):
+        model(batch["x"]).sum().backward()
+    assert len(memory.history) == 1
+
+
 def test_numbers_are_logged_inside_a_step() -> None:
     with spillway.manage(network(), budget=None) as memory, pytest.raises(SessionError) as error:
         memory.log(loss=1.0)

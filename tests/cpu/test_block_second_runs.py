@@ -6,7 +6,7 @@ import copy
 import random
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 from unittest import mock
 
 import numpy
@@ -273,6 +273,75 @@ class Listing(nn.Module):
         self.last.append(float(y.detach().sum()))
         self.named["sum"] += self.last[-1]
         return torch.tanh(y * len(self.seen) + self.named["sum"] / 10)
+
+
+def _by_data(tensor: Tensor) -> None:
+    tensor.data.mul_(2)
+
+
+def _by_numpy(tensor: Tensor) -> None:
+    tensor.detach().numpy()[:3] = 1
+
+
+@pytest.mark.parametrize("write", [_by_data, _by_numpy])
+def test_what_is_written_past_the_version_counter_to_an_argument_that_is_still_held(
+    write: Callable[[Tensor], None],
+) -> None:
+    def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+        held = [x]
+        handle = cast(Any, model.blocks)[1].register_forward_hook(lambda module, args, output: held.append(output))
+        loss: Any = mean_square(model, x)
+        handle.remove()
+        for one in held:
+            write(one)
+        loss.held = held
+        return loss  # type: ignore[no-any-return]
+
+    assert_recomputed_as_plain(Chain(Residual(), Residual(), Residual()), loss_of)
+
+
+def test_what_was_taken_away_from_a_block_before_it_runs_again_stays_as_it_is() -> None:
+    def computes(block: Any, x: Tensor) -> Tensor:
+        block.log.append(len(block.log))
+        block.seen["n"].add_(1)
+        return torch.tanh(block.one(x * len(block.log)) * block.seen["n"])
+
+    taken: list[Any] = []
+
+    def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+        for block in cast(Any, model.blocks):
+            block.log, block.seen = [], {"n": torch.zeros(())}
+        loss = mean_square(model, x)
+        for block in cast(Any, model.blocks):
+            taken.append((block.log, block.seen["n"]))
+            block.log, block.seen = [], {"n": torch.zeros(())}
+        return loss
+
+    assert_recomputed_as_plain(Chain(*[block_of(computes) for _ in range(3)]), loss_of)
+    assert [(log, float(seen)) for log, seen in taken] == [([0], 1.0)] * len(taken)
+
+
+def test_a_tensor_in_a_container_that_a_block_writes_to_and_computes_with() -> None:
+    def computes(block: Any, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            block.averages["size"].lerp_(x.abs().mean(), 0.1)
+        return torch.tanh(block.one(x / block.averages["size"]))
+
+    def made() -> nn.Module:
+        block: Any = block_of(computes)
+        block.averages = {"size": torch.ones(())}
+        return cast(nn.Module, block)
+
+    assert_recomputed_as_plain(Chain(made(), made(), made()))
+
+
+def test_what_python_code_attaches_to_an_argument() -> None:
+    def computes(block: Functional, x: Any) -> Tensor:
+        result: Any = block.one(x * getattr(x, "gains", [1.0])[0]).tanh()
+        result.gains = [result.exp(), 2]
+        return result  # type: ignore[no-any-return]
+
+    assert_recomputed_as_plain(Chain(*[block_of(computes) for _ in range(3)]))
 
 
 def test_containers_that_a_block_holds_and_changes() -> None:

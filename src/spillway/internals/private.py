@@ -8,7 +8,8 @@ import operator
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final, ParamSpec, TypeVar, cast
+from dataclasses import dataclass, field
+from typing import Any, Final, ParamSpec, Self, TypeVar, cast
 
 import torch
 from torch.nn.utils import parametrize
@@ -216,6 +217,32 @@ def bytes_over(storage: torch.UntypedStorage, offset: int = 0, nbytes: int | Non
     """The bytes of a storage, or some of them, as a tensor."""
     size = storage.nbytes() - offset if nbytes is None else nbytes
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, offset, (size,), (1,))
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a tensor lies: ops such as `resize_`, `set_` and `t_`, and `tensor.data = other`, change that in place."""
+
+    storage: torch.UntypedStorage = field(compare=False)
+    key: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Self | None:
+        """None of a nested tensor, which has a place for each of its parts, and keeps it."""
+        if tensor.is_nested:
+            return None
+        storage, offset = storage_of(tensor), int(tensor.storage_offset())
+        return cls(storage, storage._cdata, tensor.size(), tensor.stride(), offset, tensor.dtype)
+
+    def put_back(self, tensor: torch.Tensor) -> None:
+        """The tensor lies there again, with the version that it has."""
+        if Place.of(tensor) != self:
+            empty = torch.empty(0, dtype=self.dtype, device=self.storage.device)
+            tensor.data = empty.set_(self.storage, self.offset, self.size, self.stride)
 
 
 def counted_storage(tensor: torch.Tensor) -> torch.UntypedStorage:

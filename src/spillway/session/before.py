@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from spillway.engines.blocks.fingerprints import Fingerprint, fingerprint
 from spillway.engines.environment import Environment
 from spillway.internals.dispatch_key import unwatched
-from spillway.internals.private import bytes_over, is_wrapper
+from spillway.internals.private import Place, bytes_over, is_wrapper
 from spillway.session.inputs import parameters_of
 from spillway.units import Bytes, KiB
 
@@ -33,7 +33,7 @@ class _Location(NamedTuple):
     name: str
     buffer: Tensor
     storage: torch.UntypedStorage
-    geometry: tuple[Any, ...]
+    place: Place | None
     version: int
 
 
@@ -80,7 +80,7 @@ class Before:
                 if one is not None and not one.is_meta:
                     if torch._C._has_storage(one) and not is_wrapper(one):
                         storage = one.untyped_storage()
-                        self._locations.append(_Location(name, one, storage, _geometry(one), _version(one)))
+                        self._locations.append(_Location(name, one, storage, Place.of(one), _version(one)))
                     else:
                         self._others.append((name, one, _version(one)))
         known: dict[int, torch.UntypedStorage] = {}
@@ -145,10 +145,8 @@ class Before:
             fine = True
         else:
             fine = _version(buffer) == location.version >= 0
-        if buffer.untyped_storage()._cdata != key or _geometry(buffer) != location.geometry:
-            size, stride, offset, dtype = location.geometry
-            empty = torch.empty(0, dtype=dtype, device=storage.device)
-            buffer.data = empty.set_(storage, offset, size, stride)
+        if location.place is not None:
+            location.place.put_back(buffer)
         return fine
 
 
@@ -157,12 +155,6 @@ def _differ(held: Any, buffers: dict[str, Tensor | None]) -> bool:
         name != other or one is not another
         for (name, one), (other, another) in zip(held.items(), buffers.items(), strict=True)
     )
-
-
-def _geometry(tensor: Tensor) -> tuple[Any, ...]:
-    if tensor.is_nested:
-        return ()  # it has another one for each of its parts, and keeps it
-    return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
 
 
 def _version(tensor: Tensor) -> int:

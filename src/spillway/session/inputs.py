@@ -77,19 +77,21 @@ def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
     return tensor.size(0), (tensor.values() if tensor.layout is torch.jagged else tensor).numel()
 
 
-def leaves(batch: Any) -> Iterator[torch.Tensor | bool | int | float]:
-    """The tensors and numbers of a batch, in order."""
+def leaves(batch: Any, around: tuple[int, ...] = ()) -> Iterator[torch.Tensor | bool | int | float]:
+    """The tensors and numbers of a batch, in order. `around`: the containers that it lies in, by identity."""
     if isinstance(batch, _LEAVES):
         yield batch
-    elif isinstance(batch, Mapping):
-        for value in batch.values():
-            yield from leaves(value)
+        return
+    values: Iterable[Any] = ()
+    if isinstance(batch, Mapping):
+        values = batch.values()
     elif isinstance(batch, _CONTAINERS):
-        for value in batch:
-            yield from leaves(value)
+        values = batch
     elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        for field in dataclasses.fields(batch):
-            yield from leaves(getattr(batch, field.name))
+        values = (getattr(batch, field.name) for field in dataclasses.fields(batch))
+    if id(batch) not in around:
+        for value in values:
+            yield from leaves(value, (*around, id(batch)))
 
 
 def storages(tensors: Iterable[tuple[Kind, torch.Tensor]]) -> list[torch.UntypedStorage]:

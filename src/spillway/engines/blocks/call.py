@@ -559,7 +559,7 @@ class BlockCall:
             return
         self.block.judged.add(self.number)
         for number, frozen in enumerate(self.arguments()):
-            if frozen.moved_on:
+            if frozen.moved_on or frozen.overwritten:
                 self.block.written.add((self.number, number))
 
     def _restore(self, saved: SavedTensor) -> None:
@@ -805,6 +805,8 @@ class Replay:
         if number is not None:
             saved = cast("SavedTensor", self._call.saved[number]())
             self._fail(f"saved tensor {number}, {saved.looks}, holds other values")
+        for saved in self._call._living():
+            saved.go_home()
 
     def _fail(self, clause: str) -> None:
         decides = (

@@ -74,7 +74,7 @@ class _Walk:
         if id(value) in self._made:
             return self._made[id(value)]
         if isinstance(value, self._kind):
-            return self._keep(value, self._leaf(value))
+            return self._leaf_of(value)
         if len(self._originals) > MOST_OBJECTS:
             raise CannotCopyError(f"more than {MOST_OBJECTS} objects can be reached from its arguments")
         if kind is list:
@@ -97,6 +97,18 @@ class _Walk:
         if parts is not None:
             return self._keep(value, self._again(parts))
         return self._instance(value) if _is_container(value) else value
+
+    def _leaf_of(self, value: Any) -> Any:
+        """With what Python code has attached to a tensor."""
+        made = self._keep(value, self._leaf(value))
+        attached = value.attributes if isinstance(value, FrozenTensor) else vars(value) if type(value) is Tensor else {}
+        if attached and made is not value:
+            rebuilt = {name: self.rebuilt(item) for name, item in attached.items()}
+            if isinstance(made, FrozenTensor):
+                made.attributes = rebuilt
+            elif isinstance(made, Tensor):
+                vars(made).update(rebuilt)
+        return made
 
     def _keep(self, value: Any, made: Any) -> Any:
         self._made[id(value)] = made

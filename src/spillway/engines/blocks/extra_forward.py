@@ -28,7 +28,7 @@ from spillway.engines.blocks.reach import Reach, reach_of
 from spillway.engines.blocks.saved import over
 from spillway.engines.environment import Environment
 from spillway.engines.tensors.torch_compile import asked_before
-from spillway.internals.private import function_modes, grad_mode, unheard_by_modes
+from spillway.internals.private import Place, function_modes, grad_mode, unheard_by_modes
 from spillway.internals.private import storage_address as address
 from spillway.units import Bytes
 
@@ -130,6 +130,7 @@ class Seen(cast(Any, TorchDispatchMode)):  # type: ignore[misc]  # torch's class
         is there now."""
         self._copies: dict[int, tuple[torch.UntypedStorage, Any]] = {}
         self._versions: list[tuple[Tensor, int]] = []
+        self._places: list[tuple[Tensor, Place]] = []
 
     @unheard_by_modes
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -152,6 +153,8 @@ class Seen(cast(Any, TorchDispatchMode)):  # type: ignore[misc]  # torch's class
             return
         if not tensor.is_inference():
             self._versions.append((tensor, tensor._version))  # an alias made here would have a counter of its own
+        if (place := Place.of(tensor)) is not None:
+            self._places.append((tensor, place))
         if key not in self._copies:
             storage = tensor.untyped_storage()
             self._copies[key] = storage, cast(Any, storage).clone()
@@ -174,6 +177,8 @@ class Seen(cast(Any, TorchDispatchMode)):  # type: ignore[misc]  # torch's class
             if storage.nbytes() != was.nbytes():
                 cast(Any, storage).resize_(was.nbytes())
             cast(Any, storage).copy_(was)
+        for tensor, place in reversed(self._places):
+            place.put_back(tensor)
         for tensor, version in reversed(self._versions):
             torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
 

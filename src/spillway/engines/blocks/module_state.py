@@ -177,7 +177,7 @@ class ModuleState:
         before = [(one._buffers, dict(one._buffers.items())) for one in self._modules if len(one._buffers)]
         now = None
         if snapshot.reach is not None:
-            now = Reach(reach_of(self._modules), apart=self._modules, with_bytes=True)
+            now = Reach(reach_of(self._modules), apart=self._modules, with_bytes=True, beside=snapshot.reach)
         replaced = _replaced(snapshot)
         parameters = [(module, name, _held(module._parameters, name)) for _, _, name, module in replaced]
         pairs = zip(snapshot.parameters, snapshot.differentiable, strict=True)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import copy
 import functools
 import operator
 import types
@@ -30,7 +31,8 @@ from spillway.engines.blocks.fingerprints import Fingerprint, fingerprint
 from spillway.engines.blocks.marks import ATOMS, Mark, Marks
 from spillway.engines.blocks.saved import PLAIN
 from spillway.engines.environment import Generator, stream
-from spillway.internals.private import bytes_over, grad_mode, is_leaf
+from spillway.internals.private import Place, bytes_over, grad_mode, is_leaf
+from spillway.internals.private import storage_address as address
 from spillway.units import Bytes, MiB
 
 MOST_THINGS: Final = 100_000
@@ -81,6 +83,7 @@ class Reach:
         lasting: Whether this is held beyond the forward: then tensors that hang in a graph are held without it.
         with_bytes: Whether bytes of tensors count, those of parameters and buffers left out, up to `MOST_BYTES`.
         prints: Whether fingerprints tell of changes beyond `MOST_BYTES`.
+        beside: What this one reached is written down as well, as it is now, wherever it has gone since.
     """
 
     def __init__(
@@ -91,9 +94,11 @@ class Reach:
         lasting: bool = False,
         with_bytes: bool = False,
         prints: bool = False,
+        beside: Reach | None = None,
     ) -> None:
         self._entries: list[_Entry] = []
-        self._bytes: list[tuple[Tensor, Tensor]] = []
+        self._bytes: list[tuple[Tensor, Tensor, int]] = []
+        """Of tensors, with their versions: what a run writes to may have been saved by another one before."""
         self._lasting = lasting
         self._with_bytes, self._room = with_bytes, MOST_BYTES
         self._noted: set[tuple[int, str]] = set()
@@ -110,11 +115,17 @@ class Reach:
         self._marks = Marks(self._next.extend)
         self._lost: list[Mark] = []
         self._installed = 0
+        for entry in beside._entries if beside is not None else ():
+            self._note_again(entry)
         while self._next and len(self._seen) < MOST_THINGS:
             thing = self._next.popleft()
             if type(thing) not in _ATOMS and id(thing) not in self._seen:
                 self._seen[id(thing)] = thing
                 self._visit(thing)
+        there = {address(tensor) for tensor, *_ in self._bytes}
+        for tensor, *_ in beside._bytes if beside is not None else ():
+            if address(tensor) not in there:
+                self._write_down(tensor)
         self.too_much = f"more than {MOST_THINGS} things can be reached from it" if self._next else ""
         """Why it is not everything; empty if it is."""
         del self._seen, self._next, self._marks, self._noted
@@ -125,7 +136,7 @@ class Reach:
 
     def written(self) -> bool:
         """Whether bytes of a tensor are not what they were."""
-        return any(not torch.equal(bytes_over(tensor.untyped_storage()), was) for tensor, was in self._bytes)
+        return any(not torch.equal(bytes_over(tensor.untyped_storage()), was) for tensor, was, _ in self._bytes)
 
     def drop_bytes(self) -> None:
         """Forget the bytes of tensors, which have not changed."""
@@ -148,9 +159,13 @@ class Reach:
         for entry in self._entries:
             if (substitute and entry.marked) or not entry.same(entry.was, entry.read()):
                 entry.write(_resolved(entry.was, made, substitute=substitute) if entry.marked else entry.was)
-        for tensor, was in self._bytes:
-            with grad_mode(enabled=False), cast(Any, torch.autograd)._unsafe_preserve_version_counter(tensor):
-                bytes_over(tensor.untyped_storage()).copy_(was)
+        for tensor, was, version in self._bytes:
+            if (storage := tensor.untyped_storage()).nbytes() != was.numel():
+                storage.resize_(was.numel())
+            with grad_mode(enabled=False):
+                bytes_over(storage).copy_(was)
+            if not tensor.is_inference():
+                torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
 
     @contextlib.contextmanager
     def substituted(self) -> Iterator[None]:
@@ -212,6 +227,12 @@ class Reach:
             or (kind.__flags__ & _HEAP_TYPE and package(kind.__module__) not in FOREIGN)
         ):
             self._visit_instance(thing)
+
+    def _note_again(self, entry: _Entry) -> None:
+        if entry.same is _same:
+            self._note(entry.read, entry.write)
+        else:
+            self._entries.append(entry._replace(was=copy.copy(entry.read())))
 
     def _note(self, read: Callable[[], Any], write: Callable[[Any], None]) -> None:
         """Write down what is read, and follow it."""
@@ -334,6 +355,9 @@ class Reach:
     def _visit_tensor(self, tensor: Tensor) -> None:
         if is_leaf(tensor) and not (self._lasting and id(tensor) in self._fixed):
             self._note(functools.partial(_of_leaf, tensor), functools.partial(_put_leaf, tensor))
+            if _is_plain(tensor) and (place := Place.of(tensor)) is not None:
+                put = functools.partial(_put_place, tensor)
+                self._entries.append(_Entry(functools.partial(Place.of, tensor), place, put, operator.eq))
         if (
             not self._with_bytes
             or id(tensor) in self._fixed
@@ -344,9 +368,13 @@ class Reach:
         nbytes = tensor.untyped_storage().nbytes()
         if nbytes <= self._room:
             self._room -= nbytes
-            self._bytes.append((tensor.detach(), bytes_over(tensor.untyped_storage()).clone()))
+            self._write_down(tensor)
         elif self._prints is not None and type(tensor) in (Tensor, nn.Parameter):
             self._prints.append((tensor.detach(), fingerprint(tensor, {})))
+
+    def _write_down(self, tensor: Tensor) -> None:
+        version = 0 if tensor.is_inference() else tensor._version
+        self._bytes.append((tensor.detach(), bytes_over(tensor.untyped_storage()).clone(), version))
 
 
 def reach_of(modules: Sequence[nn.Module], *others: Any) -> tuple[Any, ...]:
@@ -421,6 +449,10 @@ def _cell(cell: types.CellType) -> Any:
         return cell.cell_contents
     except ValueError:  # empty as yet
         return _MISSING
+
+
+def _put_place(tensor: Tensor, place: Place) -> None:
+    place.put_back(tensor)
 
 
 def _own(thing: Any, name: str) -> Any:

@@ -24,6 +24,21 @@ PLAIN: Final = (Tensor, FakeTensor)
 SMALLEST: Final[Bytes] = 4096
 """Smaller storages stay: a slot is no smaller."""
 
+
+@final
+class Living:
+    """A storage that others may hold, looked at and not held."""
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self._weak: Any = cast(Any, StorageWeakRef)(storage)
+        self._nbytes = storage.nbytes()
+
+    def get(self) -> torch.UntypedStorage | None:
+        """The storage, if it is there, with all its bytes."""
+        storage: torch.UntypedStorage | None = cast(Any, torch.UntypedStorage)._new_with_weak_ptr(self._weak.cdata)
+        return storage if storage is not None and storage.nbytes() == self._nbytes else None
+
+
 Spilled: TypeAlias = SpilledStorage | CompressedStorage
 
 
@@ -58,7 +73,10 @@ class FrozenTensor:
     the argument, or nothing is known about that yet: then it holds a copy of the bytes.
     """
 
-    __slots__ = ("alias", "copied", "key", "nbytes", "needs_grad", "origin", "spilled", "version", "witness", "written")
+    __slots__ = (
+        "alias", "attributes", "copied", "key", "living", "nbytes", "needs_grad", "origin", "spilled", "version",
+        "witness", "written",
+    )  # fmt: skip
 
     def __init__(self, tensor: Tensor, copies: dict[int, torch.UntypedStorage] | None) -> None:
         self.needs_grad = tensor.requires_grad
@@ -71,6 +89,10 @@ class FrozenTensor:
         self.witness = empty_witness(alias) if copies is not None else alias
         """Shares the version counter of the argument itself."""
         self.alias: Tensor | None = alias if copies is None else _same_layout(alias, copies)
+        self.living = Living(counted_storage(tensor)) if self.copied and whole and _is_plain(tensor) else None
+        """Of one that was copied."""
+        self.attributes: dict[str, Any] = {}
+        """What Python code has attached to it, frozen."""
         self.version = alias._version
         self.written = False
         """Whether the block wrote to the argument before it ended."""
@@ -83,6 +105,14 @@ class FrozenTensor:
     def moved_on(self) -> bool:
         """Whether the argument was written to since."""
         return bool(self.witness._version != self.version)
+
+    @property
+    def overwritten(self) -> bool:
+        """Whether the argument holds other bytes than when it was copied, whatever its version says."""
+        there = self.living.get() if self.living is not None else None
+        if there is None or self.alias is None:
+            return False
+        return not torch.equal(bytes_over(there), bytes_over(counted_storage(self.alias)))
 
     def send_away(self, spilled: SpilledTensor) -> None:
         """Hold no bytes: they wait there."""
@@ -181,6 +211,7 @@ class SavedTensor:
         "differentiable",
         "dtype",
         "last_bits",
+        "origin",
         "owner",
         "pinned",
         "recomputed",
@@ -205,6 +236,8 @@ class SavedTensor:
         self.witness: Any = value if watched else None
         """Tells of writes, as autograd does where there are no hooks but ours. None where there are others."""
         self.version: int = value._version if watched else 0
+        self.origin: tuple[Living, int, tuple[int, ...]] | None = None
+        """Where it lay when it was let go: storage, offset and strides."""
         self.last_bits: list[int] | None = None
         """Of the value when it was given up, as far as values are compared."""
 
@@ -224,7 +257,20 @@ class SavedTensor:
             return
         if self.witness is not None and self.witness is self.value:
             self.witness = empty_witness(self.value)
+            if _is_plain(self.value):
+                place = Living(counted_storage(self.value))
+                self.origin = place, int(self.value.storage_offset()), self.value.stride()
         self.value = None
+
+    def go_home(self) -> None:
+        """Lie again over the storage that it was saved in, if that is there: who wrote to it in a way that no version
+        shows, through NumPy or `tensor.data`, wrote to what autograd had saved."""
+        if self.value is None or not self.recomputed or self.origin is None:
+            return
+        storage = self.origin[0].get()
+        if storage is not None:
+            empty = torch.empty(0, dtype=self.dtype, device=storage.device)
+            self.value = empty.set_(storage, self.origin[1], self.shape, self.origin[2])
 
     def as_first(self, tensor: Tensor) -> Tensor:
         """A nested tensor over the offsets of the first run, if these are equal: every tensor of offsets stands for a
