@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
@@ -202,7 +202,7 @@ def program_of(seed: int) -> Program:
         accumulates=random.choice([1, 1, 2]), autocast=random.random() < 0.2, anomaly=random.random() < 0.15,
         retains=random.random() < 0.1, clips=random.random() < 0.3, scales=random.random() < 0.1,
         evaluates=random.random() < 0.2,
-        averages=random.random() < 0.15 and not any(kind.startswith("generator") for kind in stateful),  # has no copies
+        averages=random.random() < 0.15 and not _has_no_copies(model, stateful),
         schedules=random.random() < 0.2, sets_to_none=random.random() < 0.7,
         rows=tuple(random.choice([64, 96, 128, 256]) for _ in range(6)), cleared=random.choice(["before", "after"]),
     )  # fmt: skip
@@ -215,6 +215,12 @@ def program_of(seed: int) -> Program:
         "foreach": lambda: torch.optim.RMSprop(trained, lr=1e-3, foreach=True),
     }
     return Program(seed, model, make[loop.optimizer](), loop, (*(kind.__name__ for kind in kinds), *stateful), [])
+
+
+def _has_no_copies(model: nn.Module, stateful: Sequence[str]) -> bool:
+    """Generators have none, nor have weights that `nn.utils.weight_norm` makes."""
+    normed = any("weight_g" in part._parameters for part in model.modules())
+    return normed or any(kind.startswith("generator") for kind in stateful)
 
 
 # ---------------------------------------------------------------------- training
