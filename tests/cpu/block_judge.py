@@ -91,7 +91,7 @@ def tried(seed: int, method: str, refused: Verdict, expected: list[After]) -> li
 
 @contextlib.contextmanager
 def _listening() -> Iterator[io.StringIO]:
-    """To what is printed. Anomaly mode warns once a place, and again after anybody has had other filters for a while."""
+    """To what is printed. Anomaly mode warns once a place, and again after anybody has changed filters for a while."""
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Anomaly Detection")
