@@ -539,3 +539,12 @@ def test_a_block_that_decides_by_values_is_told_to_compress_what_it_saves() -> N
         pytest.raises(RecomputeError, match=r"arguments that had been quantized.* \(Action\.COMPRESS\), or keep"),
     ):
         mean_square(model, x).backward()
+
+
+@pytest.mark.parametrize("make", [lambda: (one for one in range(3)), lambda: [{"n": n} for n in range(5000)]])
+def test_what_cannot_be_copied_and_is_attached_to_an_argument_keeps_no_block(make: Callable[[], Any]) -> None:
+    def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+        x.source = make()  # type: ignore[attr-defined]
+        return mean_square(model, x)
+
+    assert_recomputed_as_plain(Chain(Residual(), Residual()), loss_of)

@@ -99,11 +99,18 @@ class _Walk:
         return self._instance(value) if _is_container(value) else value
 
     def _leaf_of(self, value: Any) -> Any:
-        """With what Python code has attached to a tensor."""
+        """With what Python code has attached to a tensor, but for what cannot be copied: a block may never read it."""
         made = self._keep(value, self._leaf(value))
         attached = value.attributes if isinstance(value, FrozenTensor) else vars(value) if type(value) is Tensor else {}
         if attached and made is not value:
-            rebuilt = {name: self.rebuilt(item) for name, item in attached.items()}
+            rebuilt: dict[str, Any] = {}
+            for name, item in attached.items():
+                before, kept = dict(self._made), len(self._originals)
+                try:
+                    rebuilt[name] = self.rebuilt(item)
+                except CannotCopyError:
+                    self._made = before
+                    del self._originals[kept:]
             if isinstance(made, FrozenTensor):
                 made.attributes = rebuilt
             elif isinstance(made, Tensor):
