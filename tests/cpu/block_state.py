@@ -118,7 +118,7 @@ def _longer(part: Any) -> int:
 
 
 def _turned(part: Any) -> int:
-    return int(part.held.t_()[0, 1])
+    return int(part.held.t_()[0, 1].imag) if part.held.is_complex() else int(part.held.t_()[0, 1])
 
 
 def _set_elsewhere(part: Any) -> int:
@@ -189,6 +189,7 @@ HELD: dict[str, tuple[Callable[[], Any], Callable[[Any], int]]] = {
     "objects": (lambda: numpy.array([Box(1), 2], dtype=object), _objects),
     "tensor that grows": (lambda: torch.zeros(0), _longer),
     "tensor that is turned": (lambda: torch.arange(4).view(2, 2), _turned),
+    "conjugate that is turned": (lambda: (1j * torch.arange(4).view(2, 2)).conj(), _turned),
     "tensor that is set": (lambda: torch.ones(1), _set_elsewhere),
     "tensor of other data": (lambda: torch.ones(1), _other_data),
     "buffer that grows": (lambda: torch.zeros(0), _longer),

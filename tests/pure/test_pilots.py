@@ -162,6 +162,20 @@ def test_the_structure_of_an_input_tells_what_its_embedding_does_not() -> None:
     assert found[0] < 0.7 < 0.98 < found[1]
 
 
+@pytest.mark.parametrize("structure", [(), (1.0, 0.0, 1.0)])
+def test_samples_that_are_described_otherwise_are_refused(structure: tuple[float, ...]) -> None:
+    network = GatedNetwork(3, seed=1)
+    samples = [replace(one, structure=(1.0, 0.0)) for one in network.samples(4)]
+    pilot = DecisionPilot(Program(network.architecture), width=4)
+    pilot.fit(samples, epochs=1)
+    settings = pilot.settings()
+    of_before = {name: settings[name] for name in ("width", "hidden")}
+    for one in (pilot, *(DecisionPilot.of_arrays(pilot.program, pilot.arrays(), had) for had in (settings, of_before))):
+        one.foresee(samples[0])
+        with pytest.raises(UsageError, match="numbers a sample, and this one has"):
+            one.foresee(replace(samples[0], structure=structure))
+
+
 def test_few_samples_are_learned_as_long_as_many() -> None:
     network = GatedNetwork(3, seed=1)
     samples = network.samples(640)

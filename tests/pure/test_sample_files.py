@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from spillway.errors import FileFormatError
-from spillway.ir.sealed import encoded, seal
+from spillway.ir.sealed import encoded, seal, sealed
+from spillway.pilots import sample_files
 from spillway.pilots.architecture import Architecture
 from spillway.pilots.paths import BaseType, OpSignature, ParameterStorage, PathOp, Sample, Site
 from spillway.pilots.sample_files import RecordedSamples, read_samples, write_samples
@@ -48,6 +49,14 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
             assert np.array_equal(getattr(one, name), getattr(other, name))
         for name in ("keys", "starts", "operands"):
             assert np.array_equal(getattr(one.path, name), getattr(other.path, name))
+
+
+def test_files_of_the_first_version_are_read(tmp_path: Path) -> None:
+    records = list(sample_files._records(recorded()))
+    records[0]["version"] = 1
+    first = [{name: item for name, item in record.items() if name != "structure"} for record in records]
+    (tmp_path / "old.gz").write_bytes(gzip.compress(sealed(iter(first))))
+    assert [one.structure for one in read_samples(tmp_path / "old.gz").samples] == [(), (), ()]
 
 
 def lines(tmp_path: Path) -> list[bytes]:

@@ -229,6 +229,8 @@ class Place:
     stride: tuple[int, ...]
     offset: int
     dtype: torch.dtype
+    conjugate: bool
+    negative: bool
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Self | None:
@@ -236,13 +238,16 @@ class Place:
         if tensor.is_nested:
             return None
         storage, offset = storage_of(tensor), int(tensor.storage_offset())
-        return cls(storage, storage._cdata, tensor.size(), tensor.stride(), offset, tensor.dtype)
+        where = storage._cdata, tensor.size(), tensor.stride(), offset, tensor.dtype
+        return cls(storage, *where, tensor.is_conj(), tensor.is_neg())
 
     def put_back(self, tensor: torch.Tensor) -> None:
         """The tensor lies there again, with the version that it has."""
         if Place.of(tensor) != self:
             empty = torch.empty(0, dtype=self.dtype, device=self.storage.device)
-            tensor.data = empty.set_(self.storage, self.offset, self.size, self.stride)
+            there = empty.set_(self.storage, self.offset, self.size, self.stride)
+            there = there.conj() if self.conjugate else there
+            tensor.data = torch._neg_view(there) if self.negative else there
 
 
 def counted_storage(tensor: torch.Tensor) -> torch.UntypedStorage:

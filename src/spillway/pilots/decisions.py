@@ -79,18 +79,24 @@ class DecisionPilot(AbstractPilot):
         self._foreseen: deque[tuple[Floats, Floats]] = deque(maxlen=RING)  # logits and what came of them
         self._upfront: tuple[Sample, Floats] | None = None
         self._row = np.zeros(0, np.float32)
-        self._hidden = 0
+        self._given = self._hidden = 0
 
     # ------------------------------------------------------------------ features
 
     def _fill(self, row: Floats, sample: Sample, asked: int) -> Floats | None:
         """What is known of a sample then: embedding, sizes and their logarithms, structure; and of a network that hands
-        numbers to the host whether it has, the hidden state, and what is resolved, which is returned."""
+        numbers to the host whether it has, the hidden state, and what is resolved, which is returned. Raises UsageError
+        for samples with more or fewer numbers than it has learned from."""
         sizes = np.array(sample.sizes, np.float32)
         given = np.concatenate(
             [sample.embedding, sizes, np.log1p(np.abs(sizes)), np.array(sample.structure, np.float32)]
         )
         end = len(given)
+        if end != self._given:
+            raise UsageError(
+                f"The decision pilot has learned from {self._given} numbers a sample, and this one has {end}: describe "
+                f"batches as it knows them (Dynamism), or train another pilot."
+            )
         row[:end] = given
         row[end:] = 0
         if not (asked and self._hidden):
@@ -110,8 +116,8 @@ class DecisionPilot(AbstractPilot):
         decisions = self.program.decisions
         if self.mlp is None or (len(sample.hidden) and not self._hidden):
             self._hidden = sample.hidden.shape[1] if len(sample.hidden) else 0
-            features = len(sample.embedding) + 2 * len(sample.sizes) + len(sample.structure)
-            features += (1 + self._hidden + decisions) if self._hidden else 0
+            self._given = len(sample.embedding) + 2 * len(sample.sizes) + len(sample.structure)
+            features = self._given + ((1 + self._hidden + decisions) if self._hidden else 0)
             self.mlp = Mlp([features, self.width, self.width, max(decisions, 1)], seed=self._seed)
         grown = max(decisions, 1) - self.mlp.widths[-1]
         if grown > 0:
@@ -213,7 +219,7 @@ class DecisionPilot(AbstractPilot):
 
     def settings(self) -> dict[str, int]:
         """The numbers that `of_arrays` needs beside the arrays."""
-        return {"width": self.width, "hidden": self._hidden}
+        return {"width": self.width, "hidden": self._hidden, "given": self._given}
 
     def arrays(self) -> dict[str, Floats]:
         """What it has learned. Raises UsageError if that is nothing."""
@@ -228,6 +234,8 @@ class DecisionPilot(AbstractPilot):
         made = cls(program, width=settings.get("width", 0))
         made.mlp = Mlp.of_arrays("mlp", arrays)
         made._hidden = settings.get("hidden", 0)
+        besides = (1 + made._hidden + program.decisions) if made._hidden else 0
+        made._given = settings.get("given", made.mlp.widths[0] - besides)  # files of before say it so
         made.redirects = bool(made._hidden)
         lacking = np.zeros(0, np.float32)
         made.bias, ends = arrays.get("bias", lacking), arrays.get("calibration", lacking)

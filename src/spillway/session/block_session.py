@@ -239,8 +239,8 @@ class BlockSession(Session):
         self._handles += [one.register_step_post_hook(self._optimizer_ended) for one in optimizers]
         self._pages = blocks.page
         self._named = blocks.names
-        self._parts: tuple[torch.nn.Module, ...] = ()
-        """All modules of the model when its blocks were last opened, or looked for, or a step begun."""
+        self._parts = tuple(modules_of(models))
+        """All modules of the model when a step was last begun."""
         self._looked = 0
         """How often they were looked for."""
         try:
@@ -252,7 +252,6 @@ class BlockSession(Session):
 
     def _open_or_find(self) -> None:
         """Blocks that are named, or sharded by themselves; others are found in the step that is next."""
-        self._parts = tuple(modules_of(self._models))
         names = self._named if self._named is not None else sharded_blocks(self._model)
         if names or self._named is not None:
             replicated = self._model is not self._models[0]
@@ -289,7 +288,7 @@ class BlockSession(Session):
 
     @property
     def _rebuilt(self) -> bool:
-        """Whether the model consists of other modules than when its blocks were opened, or looked for."""
+        """Whether the model consists of other modules than when the step began."""
         return self._parts != tuple(modules_of(self._models))
 
     @functools.cached_property

@@ -356,8 +356,8 @@ class Reach:
         if is_leaf(tensor) and not (self._lasting and id(tensor) in self._fixed):
             self._note(functools.partial(_of_leaf, tensor), functools.partial(_put_leaf, tensor))
             if _is_plain(tensor) and (place := Place.of(tensor)) is not None:
-                put = functools.partial(_put_place, tensor)
-                self._entries.append(_Entry(functools.partial(Place.of, tensor), place, put, operator.eq))
+                read = functools.partial(Place.of, tensor)
+                self._entries.append(_Entry(read, place, lambda was: was.put_back(tensor), operator.eq))
         if (
             not self._with_bytes
             or id(tensor) in self._fixed
@@ -449,10 +449,6 @@ def _cell(cell: types.CellType) -> Any:
         return cell.cell_contents
     except ValueError:  # empty as yet
         return _MISSING
-
-
-def _put_place(tensor: Tensor, place: Place) -> None:
-    place.put_back(tensor)
 
 
 def _own(thing: Any, name: str) -> Any:
