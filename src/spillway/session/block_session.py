@@ -877,13 +877,13 @@ class _Step(AbstractStep):
             method = self._session._method
             nothing = BlockPlan.nothing_kept(self._size, available, method.action, method.action_options)
             return Decision(Phase.PLANNED, nothing, False), None, self._size, True
-        began = time.perf_counter()
         method = self._family.method
         if not method.needs_blocks:  # a gradient that is there has the new one beside it for a moment
             there = [local_of(one).nbytes for one in self._session._gradients if one.layout is torch.strided]
             available -= max(there, default=0)
         missed = self._session._paging.missed(self._entered[1:]) if self._session._paging is not None else 0
         available -= missed + self._session._under_way
+        began = time.perf_counter()
         decision = method.begin(self._size, available)
         self._session._planner = method
         self._new |= decision.phase is Phase.COLLECTING

@@ -21,13 +21,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import ceil, floor, log
 from statistics import median
 from typing import Final, Self, final
 
 from spillway.methods.actions import Action
 from spillway.methods.auto.block_problem import BlockProblem
-from spillway.methods.auto.choosing import LOSES, Effort, Planned, plan
+from spillway.methods.auto.choosing import Effort, Planned, plan
 from spillway.methods.auto.menus import Menus
 from spillway.methods.auto.rules import sentences
 from spillway.methods.auto.simulate import simulate
@@ -75,7 +76,9 @@ them to be and that matters: what planning takes is little beside so many steps.
 FASTER: Final = 1.3
 """Copies that are less times as fast as a plan took them to be are no reason for another one. Over the 96 instances of
 `benchmarks/auto_planner.py` such plans take .4 % of a plain step more than new ones, in the mean."""
-VARIED: Final = 8
+LONGER: Final = 0.01
+"""Nor are those with which its step takes no more than so much longer, as a share of the plain step."""
+VARIED: Final = 4
 """Buckets after which sizes count as varied: what is new is planned for the largest numbers of its bucket, and before
 for the largest that were seen, so that a training of few sizes loses no room."""
 PLANS: Final = 4096
@@ -119,6 +122,8 @@ class Auto(AbstractBlockMethod):
         it, and less is promised."""
         self._paces: deque[float] = deque(maxlen=LATELY)
         """What steps took, over what their plans had said: the machine beside its best times."""
+        self._pace = 1.0
+        """The median of these."""
         self._latest: _Remembered | None = None
         self._unmoved = 0
         """Forwards in a row whose plans recompute and move nothing."""
@@ -159,16 +164,16 @@ class Auto(AbstractBlockMethod):
             return Decision(Phase.COLLECTING, probe, True)
         if not self.collects(size):
             planned = self.plan(size, available)
-            self._doubt(planned)
+            self._doubt()
             return Decision(Phase.PLANNED, planned, False)
         surely = self._surely(size, available) if self._bytes.ready else None
         return Decision(Phase.COLLECTING, surely or BlockPlan.nothing_kept(size, available), True)
 
-    def _doubt(self, planned: BlockPlan) -> None:
+    def _doubt(self) -> None:
         """Where plans recompute and move nothing, nobody would learn that copies have become faster: they are tried
         again, after twice as many steps each time."""
-        moves = not planned.given_up or any(action.moves for action in planned.actions)
-        self._unmoved = 0 if moves else self._unmoved + 1
+        assert self._latest is not None
+        self._unmoved = self._unmoved + 1 if self._latest.gives_up and not self._latest.moves else 0
         if self._moves and self._unmoved >= POLISHED and self._unmoved.bit_count() == 1:
             self._pending[Action.RECOMPUTE_OFFLOADED] = 1
             self._menus.doubt_rates()
@@ -234,7 +239,7 @@ class Auto(AbstractBlockMethod):
                 self._plans.clear()
                 self._largest = {bucket: largest}
             known = self._plans[bucket] = self._planned(largest, available, Effort.FIRST)
-        elif known.uses >= POLISHED and known.plan.given_up and known.plan.holds and not self._suits(known):
+        elif known.uses >= POLISHED and known.gives_up and known.plan.holds and not self._suits(known):
             known = self._plans[bucket] = self._planned(largest, available, Effort.POLISH)
         if not known.plan.holds and known.plan.size != size:
             self._alone.add(bucket)
@@ -242,13 +247,9 @@ class Auto(AbstractBlockMethod):
         known.uses += 1
         self._latest = known
         projected = known.plan.projected
-        if self._late and any(action.moves for action in known.plan.actions):
+        if self._late and known.moves:
             projected = max(min(ceil(projected * (1 + self._late)), available), projected)
         return replace(known.plan, projected=projected, step_seconds=known.plan.step_seconds * self._pace)
-
-    @property
-    def _pace(self) -> float:
-        return median(self._paces) if self._paces else 1.0
 
     def _bucket(self, size: InputSize) -> InputSize:
         bucket = self._each(size, _edge)
@@ -269,7 +270,10 @@ class Auto(AbstractBlockMethod):
             effort = Effort.POLISH
         found = plan(problem, effort=effort)
         made = self._made(size, available, problem, found)
-        return _Remembered(made, problem, found, effort, (problem.out_rate, problem.in_rate), found.outcome.seconds)
+        return _Remembered(
+            made, problem, found, effort, (problem.out_rate, problem.in_rate), found.outcome.seconds,
+            gives_up=bool(made.given_up), moves=any(action.moves for action in made.actions),
+        )  # fmt: skip
 
     def _made(self, size: InputSize, available: Bytes, problem: BlockProblem, found: Planned) -> BlockPlan:
         blocks = problem.blocks[:-1]
@@ -298,7 +302,7 @@ class Auto(AbstractBlockMethod):
         outcome = simulate(problem, known.planned.choice)
         faster = any(now > FASTER * then for now, then in zip(rates, known.rates, strict=True))
         least = problem.plain if faster else known.seconds
-        if not outcome.fits or outcome.seconds > least + LOSES * problem.plain:
+        if not outcome.fits or outcome.seconds > least + LONGER * problem.plain:
             return False
         planned = Planned(choice=known.planned.choice, outcome=outcome)
         made = self._made(known.plan.size, known.plan.available, problem, planned)
@@ -313,6 +317,7 @@ class Auto(AbstractBlockMethod):
             known = None  # another forward of this step, from where more or less was there, has had a plan since
         if not collecting and known is not None and min(step.projected, step.seconds, known.plan.step_seconds) > 0:
             self._paces.append(step.seconds / known.plan.step_seconds)
+            self._pace = median(self._paces)
         whole = {sample.action for sample in blocks} <= {Action.KEEP, Action.RECOMPUTE}
         changed = whole and self._bytes.observe(step, blocks, whole=True)
         if whole and blocks:
@@ -384,10 +389,15 @@ class _Remembered:
     """Bytes a second of copies out and in that it was made for."""
     seconds: Seconds
     """What it came to there."""
+    gives_up: bool
+    """Whether there is a block that it does not keep."""
+    moves: bool
+    """Whether it moves anything."""
     uses: int = 0
     """How many steps it was used in."""
 
 
+@lru_cache(maxsize=PLANS)
 def _edge(number: int) -> int:
     """Which numbers within `BUCKET` of each other it belongs to; 0 is alone."""
     return floor(log(number) / log(1 + BUCKET)) if number > 0 else -1
