@@ -19,7 +19,7 @@ from torch.optim import optimizer as torch_optimizer
 from torch.overrides import _get_current_function_mode_stack, _pop_mode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from spillway.engines.blocks import trace
+from spillway.engines.blocks import homes, trace
 from spillway.engines.environment import ATTENTION, EINSUM
 from spillway.engines.tensors import custom_functions, torch_compile, torch_patches, turns
 from spillway.internals import dispatch_key, process_memory
@@ -33,6 +33,9 @@ _HOOKS: Final = {
     for name, hooks in vars(module).items()
     if name.startswith("_global") and isinstance(hooks, dict)
 }
+
+
+_OTHERS: Final = (custom_functions.CUSTOM_FUNCTIONS, homes.ALIASES)
 
 
 class _Kind(NamedTuple):
@@ -186,8 +189,8 @@ KINDS: Final[dict[str, _Kind]] = {
     "what dynamo was told": _Kind(_dynamo, _give_dynamo_back),
     "function modes": _Kind(lambda: tuple(_get_current_function_mode_stack()), _leave_function_modes),
     "methods of torch.Tensor": _Kind(
-        lambda: (torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.data_ptr),
-        lambda _: (torch_patches.PATCHES.uninstall(), custom_functions.CUSTOM_FUNCTIONS.uninstall()),
+        lambda: (torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.data_ptr, torch.Tensor.data, torch.Tensor.set_),
+        lambda _: [one.uninstall() for one in (torch_patches.PATCHES, torch_patches.METHODS, *_OTHERS)],
     ),
     "signal handlers": _Kind(lambda: tuple(map(signal.getsignal, _SIGNALS)), _put_handlers_back),
     "a profiler": _Kind(_profilers, _stop_profilers),
@@ -224,6 +227,9 @@ def clean_up(before: dict[str, Any]) -> list[str]:
         return []
     gc.collect()
     updates.Updates(()).close()  # the hook of sessions that were collected
+    for reference in tuple(torch_patches.NOTING):  # block engines that the frames of an error hold
+        if (noting := reference()) is not None:
+            noting.close()
     for thread in _workers() - before["workers"]:
         if not tuple(torch_patches._open):
             thread.join(10)  # it ends by itself, soon after its session was collected

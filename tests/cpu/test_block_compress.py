@@ -17,6 +17,7 @@ from spillway.engines.blocks.block_engine import BlockEngine
 from spillway.engines.blocks.compress import Compressor
 from spillway.engines.blocks.saved import SpilledTensor, storages
 from spillway.errors import UsageError
+from spillway.internals.private import storage_of
 from spillway.methods.actions import LOSSLESS, Action, ActionOptions
 from tests.cpu.block_cases import Chain, Functional, Residual, mean_square
 from tests.cpu.test_block_engine import batch, engine_of, gradients, same, saved_tensors, used
@@ -287,7 +288,7 @@ def test_what_inner_blocks_were_called_with_goes_with_the_outer_block() -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             y = x * 2
-            arguments.append(weakref.ref(y.untyped_storage()))
+            arguments.append(weakref.ref(storage_of(y)))
             return self.inner(y) + 1
 
     model = Chain(Outer())

@@ -22,6 +22,7 @@ from spillway.engines.blocks.block_engine import BlockEngine
 from spillway.engines.blocks.call import BlockCall
 from spillway.engines.blocks.saved import SavedTensor
 from spillway.errors import ModelError, RecomputeError
+from spillway.internals.private import storage_of
 from spillway.methods.actions import LOSSLESS, Action
 from tests.cpu.block_cases import Chain, Functional, Residual
 
@@ -93,7 +94,7 @@ def test_a_recomputed_block_holds_no_more_than_its_argument(action: Action) -> N
 
     def function(block: Functional, x: Tensor) -> Tensor:
         inner = torch.cos(block.one(x))
-        held.append(weakref.ref(inner.untyped_storage()))
+        held.append(weakref.ref(storage_of(inner)))
         return block.two(torch.sin(inner))
 
     model, engine = engine_of(function, action)
@@ -219,7 +220,7 @@ class Doubled(nn.Module):
 
     def inner(self, block: Functional, x: Tensor) -> Tensor:
         y = torch.cos(block.one(x))
-        self.notes.held.append(weakref.ref(y.untyped_storage()))
+        self.notes.held.append(weakref.ref(storage_of(y)))
         return block.two(torch.sin(y))
 
     def forward(self, x: Tensor) -> Tensor:

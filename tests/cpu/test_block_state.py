@@ -217,3 +217,17 @@ def test_only_this_thread_is_quiet_and_only_as_long_as_it_is_told(capsys: pytest
     assert elsewhere.records.lines == ["other"]
     assert (sys.stdout, sys.stderr, list(elsewhere.records.filters)) == before
     assert logging.getLogger().isEnabledFor(logging.ERROR)
+
+
+def test_a_version_goes_back_to_what_it_was_where_another_tensor_lies_in_the_same_bytes() -> None:
+    one = torch.zeros(3)
+    other = one.data
+    held = [one, other]
+    then = Reach((held,), with_bytes=True)
+    del held[1]
+    other.add_(1)
+    now = Reach((held,), with_bytes=True, beside=then)
+    then.restore()
+    assert (other._version, other.tolist()) == (0, [0.0] * 3)
+    now.restore()
+    assert (other._version, other.tolist()) == (1, [1.0] * 3)

@@ -466,6 +466,7 @@ class BlockEngine:
                 if not self.closed:
                     check_still(self._fronts[block.name], block.name)
                 block.calls = 0
+            self._know_what_is_written()
             self._reports, self._calls = [], {}
             self._first = _FirstForwards()
             self._runtime.begin_step()
@@ -477,6 +478,15 @@ class BlockEngine:
             self.observer.evaluation_begins(args, kwargs)
         if self.closed:  # in the middle of an extra forward, which puts the modules back with the hooks they had
             self._remove_hooks()
+
+    @unheard_by_modes
+    def _know_what_is_written(self) -> None:
+        """Of the forward before, which may be given up yet: aliases of what nobody asks for are forgotten."""
+        homes = self._runtime.homes
+        for call in [held() for held in self._calls.values()] if homes.notes else ():
+            if call is not None:
+                call.locate(ended=False)
+        homes.begin()
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         self.begin_forward(args, kwargs)
@@ -504,6 +514,7 @@ class BlockEngine:
             return replay.call(block, args, kwargs)
         if self._first.running:
             return self._call_in_rehearsal(block, args, kwargs)
+        self._runtime.homes.goes_on()
         report = self._begun(block)
         # Within a counted call what was saved twice would count twice; there the data filter takes nothing anyway.
         rehearses = self.rehearses and self._runtime.call is None and not block.may_communicate()

@@ -34,12 +34,14 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor
 
+from spillway.engines.blocks.attached import UNREAD, Read, may_be_watched, reading
 from spillway.engines.blocks.block import Block, CallReport, collectives_begun
 from spillway.engines.blocks.compiled_blocks import CompiledHook
 from spillway.engines.blocks.compress import Compressor
-from spillway.engines.blocks.containers import freeze, tensors, thaw
+from spillway.engines.blocks.containers import freeze, frozen_in, tensors, thaw
 from spillway.engines.blocks.fingerprints import first_changed, remember_some
 from spillway.engines.blocks.functorch_hooks import Packing
+from spillway.engines.blocks.homes import Homes
 from spillway.engines.blocks.hook import Hook
 from spillway.engines.blocks.iterators import CannotCopyError
 from spillway.engines.blocks.quiet import quiet
@@ -54,6 +56,7 @@ from spillway.engines.blocks.saved import (
     compress_saved,
     held_alone,
     is_sizeless,
+    locate,
     may_leave,
     send_frozen,
     send_saved,
@@ -82,6 +85,7 @@ class BlockRuntime:
     def __init__(self, environment: Environment, open_store: Callable[[], Store], compressor: Compressor) -> None:
         self.environment = environment
         self.compressor = compressor
+        self.homes = Homes()
         self.lock = threading.RLock()
         """One second run at a time: it changes random streams and modules for a while."""
         renew_in_children(self, "lock")
@@ -201,6 +205,7 @@ class BlockRuntime:
 
     def close(self) -> None:
         """Bring back what waits in the spill file, and give that back."""
+        self.homes.close()
         if self.store is None:
             return
         try:
@@ -280,6 +285,7 @@ class BlockCall:
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the block for the first time."""
+        self._notes = self.runtime.homes.notes
         self.environment = self.runtime.environment.capture()
         self.snapshot = self.block.state.snapshot()
         try:
@@ -290,11 +296,14 @@ class BlockCall:
             self.report.kept_because = "a part of it is TorchScript, which may take other kernels when it runs again"
         began = time.perf_counter()
         if self.action.selects and not self.block.compiled and not self._above_recomputes():
-            self.selection = Selection(self.number, self.block.overwritten)
+            self.selection = Selection(self.number, self.block.overwritten, self.runtime.homes)
         mode = Keeping(self.selection) if self.selection is not None else contextlib.nullcontext()
         begun = collectives_begun()
-        with Packing(self._pack, _unpack), self.runtime.inside(self), mode:
+        names = self._attached()
+        reads = reading(names) if names else contextlib.nullcontext(set[Read]())
+        with Packing(self._pack, _unpack), self.runtime.inside(self), mode, reads as read:
             output = heard(self.block.forward, *args, **kwargs)
+        self._forget_unread(names, read)
         if isinstance(mode, Keeping) and mode.left:
             self.selection = None
         self.block.has_begun(collectives_begun() - begun)
@@ -305,12 +314,30 @@ class BlockCall:
     def _freeze(self, args: Any, kwargs: Any, copied: Callable[[int, Tensor], bool]) -> None:
         found: list[FrozenTensor] = []
         copies: dict[int, torch.UntypedStorage] = {}
+        homes = self.runtime.homes
 
         def make(tensor: Tensor) -> FrozenTensor:
-            found.append(FrozenTensor(tensor, copies if copied(len(found), tensor) else None))
+            found.append(FrozenTensor(tensor, copies if copied(len(found), tensor) else None, homes))
             return found[-1]
 
         self.frozen, self._found = freeze((args, kwargs), make), found
+
+    def _attached(self) -> set[str]:
+        """Names of what is attached to arguments, as far as it can be seen whether the block reads it."""
+        names = {name for frozen in self._found if frozen.attributes for name in frozen.attributes}
+        return set() if self.block.compiled else {name for name in names if may_be_watched(name)}
+
+    def _forget_unread(self, names: set[str], read: set[Read]) -> None:
+        """Of what is attached to arguments, only what the first run has read is held for another."""
+        if not names:
+            return
+        for frozen in self._found:
+            unread = {name for name in frozen.attributes.keys() & names if (frozen.of, name) not in read}
+            frozen.attributes |= dict.fromkeys(unread, UNREAD)
+        left = {id(frozen) for frozen in frozen_in(self.frozen)}
+        for frozen in self._found:
+            if id(frozen) not in left:
+                frozen.forget()
 
     def _to_copy(self, number: int, tensor: Tensor) -> bool:
         """Rule 2: an argument is copied if the block, or who comes after it, may write to it."""
@@ -354,8 +381,13 @@ class BlockCall:
                     self.report.kept_because = "it writes to an argument, which was not copied before"
         self.report.kept_because = self.block.state.learn(self.snapshot) or self.report.kept_because
         last = len(self.saved) - 1
-        self.stops_early = self._last_needs_grad and last - self._unsettled > _SETTLE and self._before_child <= last
+        settled = last - self._unsettled > _SETTLE and self._before_child <= last
+        # What is written unseen after the last tensor was saved is to be written again.
+        self.stops_early = self._last_needs_grad and settled and self.runtime.homes.notes == self._notes
         self._measure(output, fixed)
+        self.runtime.homes.settle()
+        if self.runtime.homes.notes or self.action is Action.OFFLOAD or self.action.compresses:
+            self.locate(ended=True)
         if self.block.communicates:  # and what it saved may be under way
             self.report.kept_because, self.selection = "it communicates with other processes", None
         elif self.action.recomputes:
@@ -481,7 +513,7 @@ class BlockCall:
     def _give_up(self) -> None:
         """What `revoke` does, when the block has just ended."""
         if not self.report.kept_because and (self.frozen is not None or self.parent is not None):
-            self._let_go()
+            self._let_go(ended=True)
 
     def _is_wanted(self) -> bool:
         """Whether a second run is bringing back what this call, one inside it or one around it held."""
@@ -509,8 +541,13 @@ class BlockCall:
             self.report.kept_because = f"{written} was written to after it had ended"
         return not self.report.kept_because
 
-    def _let_go(self) -> None:
+    def locate(self, *, ended: bool) -> None:
+        """Know what is written unseen to what was saved."""
+        locate(self._living(), self.runtime.homes, ended=ended)
+
+    def _let_go(self, *, ended: bool = False) -> None:
         self.selection = None
+        self.locate(ended=ended)
         if not self.inexact:
             remember_some(self._living(), {frozen.key for frozen in self.arguments()})
         for saved in self._living():
@@ -528,6 +565,7 @@ class BlockCall:
         RecomputeError if the block cannot run again as it ran."""
         saved.check()
         if self.ended:
+            self.runtime.homes.reached()
             self._judge()
             if self.when_reached is not None:
                 reached, self.when_reached = self.when_reached, None

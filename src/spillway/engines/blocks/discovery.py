@@ -19,8 +19,9 @@ from spillway.engines.blocks.cuts import WORTH, Called, Cuts, names_of
 from spillway.engines.blocks.extra_forward import undone
 from spillway.engines.blocks.functorch_hooks import Packing
 from spillway.engines.blocks.groups import Group, group_named
+from spillway.engines.blocks.homes import empty_witness
 from spillway.engines.blocks.iterators import CannotCopyError
-from spillway.engines.blocks.saved import PLAIN, empty_witness
+from spillway.engines.blocks.saved import PLAIN
 from spillway.engines.environment import Environment
 from spillway.engines.tensors.torch_compile import running_compiled
 from spillway.errors import ModelError, NoBlocksError

@@ -97,8 +97,10 @@ class Reach:
         beside: Reach | None = None,
     ) -> None:
         self._entries: list[_Entry] = []
-        self._bytes: list[tuple[Tensor, Tensor, int]] = []
-        """Of tensors, with their versions: what a run writes to may have been saved by another one before."""
+        self._bytes: list[tuple[Tensor, Tensor]] = []
+        """Of the storages of tensors."""
+        self._versions: list[tuple[Tensor, int]] = []
+        """Of tensors, which may share bytes: what a run writes to may have been saved by another one before."""
         self._lasting = lasting
         self._with_bytes, self._room = with_bytes, MOST_BYTES
         self._noted: set[tuple[int, str]] = set()
@@ -124,7 +126,9 @@ class Reach:
                 self._visit(thing)
         there = {address(tensor) for tensor, *_ in self._bytes}
         for tensor, *_ in beside._bytes if beside is not None else ():
-            if address(tensor) not in there:
+            if address(tensor) in there:
+                self._versions.append((tensor, _version_of(tensor)))
+            else:
                 self._write_down(tensor)
         self.too_much = f"more than {MOST_THINGS} things can be reached from it" if self._next else ""
         """Why it is not everything; empty if it is."""
@@ -136,11 +140,11 @@ class Reach:
 
     def written(self) -> bool:
         """Whether bytes of a tensor are not what they were."""
-        return any(not torch.equal(bytes_over(tensor.untyped_storage()), was) for tensor, was, _ in self._bytes)
+        return any(not torch.equal(bytes_over(tensor.untyped_storage()), was) for tensor, was in self._bytes)
 
     def drop_bytes(self) -> None:
         """Forget the bytes of tensors, which have not changed."""
-        self._bytes = []
+        self._bytes, self._versions = [], []
 
     def lost(self) -> str:
         """What has moved and cannot be put back; empty if there is nothing."""
@@ -159,11 +163,12 @@ class Reach:
         for entry in self._entries:
             if (substitute and entry.marked) or not entry.same(entry.was, entry.read()):
                 entry.write(_resolved(entry.was, made, substitute=substitute) if entry.marked else entry.was)
-        for tensor, was, version in self._bytes:
+        for tensor, was in self._bytes:
             if (storage := tensor.untyped_storage()).nbytes() != was.numel():
                 storage.resize_(was.numel())
             with grad_mode(enabled=False):
                 bytes_over(storage).copy_(was)
+        for tensor, version in self._versions:
             if not tensor.is_inference():
                 torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
 
@@ -373,13 +378,18 @@ class Reach:
             self._prints.append((tensor.detach(), fingerprint(tensor, {})))
 
     def _write_down(self, tensor: Tensor) -> None:
-        version = 0 if tensor.is_inference() else tensor._version
-        self._bytes.append((tensor.detach(), bytes_over(tensor.untyped_storage()).clone(), version))
+        alias = tensor.detach()
+        self._bytes.append((alias, bytes_over(tensor.untyped_storage()).clone()))
+        self._versions.append((alias, _version_of(tensor)))
 
 
 def reach_of(modules: Sequence[nn.Module], *others: Any) -> tuple[Any, ...]:
     """The roots of a call of modules: they, what they are called with, and hooks on all modules."""
     return *modules, *others, torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks
+
+
+def _version_of(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _is_plain(tensor: Tensor) -> bool:

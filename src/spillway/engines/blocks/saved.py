@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Iterable
 from typing import Any, Final, NamedTuple, Protocol, Self, TypeAlias, cast, final
@@ -13,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from spillway.engines.blocks.compress import CompressedStorage, Compressor
+from spillway.engines.blocks.homes import Home, Homes, empty_witness
 from spillway.internals.private import bytes_over, counted_storage, grad_mode, owners
 from spillway.internals.private import storage_address as address
 from spillway.methods.actions import ActionOptions
@@ -23,20 +23,6 @@ PLAIN: Final = (Tensor, FakeTensor)
 """Of no other class are the bytes all that there is to a tensor."""
 SMALLEST: Final[Bytes] = 4096
 """Smaller storages stay: a slot is no smaller."""
-
-
-@final
-class Living:
-    """A storage that others may hold, looked at and not held."""
-
-    def __init__(self, storage: torch.UntypedStorage) -> None:
-        self._weak: Any = cast(Any, StorageWeakRef)(storage)
-        self._nbytes = storage.nbytes()
-
-    def get(self) -> torch.UntypedStorage | None:
-        """The storage, if it is there, with all its bytes."""
-        storage: torch.UntypedStorage | None = cast(Any, torch.UntypedStorage)._new_with_weak_ptr(self._weak.cdata)
-        return storage if storage is not None and storage.nbytes() == self._nbytes else None
 
 
 Spilled: TypeAlias = SpilledStorage | CompressedStorage
@@ -74,11 +60,14 @@ class FrozenTensor:
     """
 
     __slots__ = (
-        "alias", "attributes", "copied", "key", "living", "nbytes", "needs_grad", "origin", "spilled", "version",
-        "witness", "written",
+        "alias", "attributes", "copied", "home", "key", "mark", "nbytes", "needs_grad", "of", "origin", "spilled",
+        "version", "witness", "written",
     )  # fmt: skip
 
-    def __init__(self, tensor: Tensor, copies: dict[int, torch.UntypedStorage] | None) -> None:
+    def __init__(
+        self, tensor: Tensor, copies: dict[int, torch.UntypedStorage] | None, homes: Homes | None = None
+    ) -> None:
+        self.of = id(tensor)
         self.needs_grad = tensor.requires_grad
         whole = torch._C._has_storage(tensor)
         self.key = address(tensor) if whole else None
@@ -89,8 +78,12 @@ class FrozenTensor:
         self.witness = empty_witness(alias) if copies is not None else alias
         """Shares the version counter of the argument itself."""
         self.alias: Tensor | None = alias if copies is None else _same_layout(alias, copies)
-        self.living = Living(counted_storage(tensor)) if self.copied and whole and _is_plain(tensor) else None
-        """Of one that was copied."""
+        self.home: Home | None = None
+        """Of one that was copied, or is an argument of a call."""
+        if whole and _is_plain(tensor) and (self.copied or homes is not None):
+            storage = counted_storage(tensor)
+            self.home = homes.of(storage) if homes is not None else Home(storage)
+        self.mark = self.home.watch() if self.home is not None else 0
         self.attributes: dict[str, Any] = {}
         """What Python code has attached to it, frozen."""
         self.version = alias._version
@@ -104,12 +97,13 @@ class FrozenTensor:
     @property
     def moved_on(self) -> bool:
         """Whether the argument was written to since."""
-        return bool(self.witness._version != self.version)
+        unseen = self.home is not None and self.home.writes() != self.mark
+        return unseen or bool(self.witness._version != self.version)
 
     @property
     def overwritten(self) -> bool:
         """Whether the argument holds other bytes than when it was copied, whatever its version says."""
-        there = self.living.get() if self.living is not None else None
+        there = self.home.get() if self.home is not None and self.copied else None
         if there is None or self.alias is None:
             return False
         return not torch.equal(bytes_over(there), bytes_over(counted_storage(self.alias)))
@@ -124,6 +118,12 @@ class FrozenTensor:
         if self.alias is not None and self.witness is self.alias:
             self.witness = empty_witness(self.alias)
         self.alias = None
+
+    def forget(self) -> None:
+        """Nobody will ask for it again, and what becomes of the argument does not matter."""
+        self.witness = self.alias = torch.empty(0)
+        self.let_go()
+        self.key, self.home, self.nbytes, self.version, self.needs_grad = None, None, 0, 0, False
 
     def come_back(self) -> None:
         """Hold the bytes again."""
@@ -145,16 +145,6 @@ class FrozenTensor:
             return tensor.clone()
 
 
-def empty_witness(tensor: Tensor) -> Tensor:
-    """A tensor without bytes that shares the version counter of `tensor`."""
-    witness = tensor.detach()
-    if is_ragged(tensor):
-        cast(Any, witness)._values = cast(Any, tensor)._values.new_empty(0)
-        return witness
-    witness.data = _nothing(tensor.dtype, tensor.device) if type(tensor) is Tensor else tensor.new_empty(0)
-    return witness
-
-
 def is_ragged(tensor: Tensor) -> bool:
     """Whether it is a nested tensor of the jagged layout: values, offsets, and a shape with a symbol in it."""
     return tensor.is_nested and tensor.layout is torch.jagged
@@ -163,11 +153,6 @@ def is_ragged(tensor: Tensor) -> bool:
 def is_sizeless(tensor: Tensor) -> bool:
     """Whether it is a nested tensor of the strided layout, which has no shape."""
     return tensor.is_nested and tensor.layout is torch.strided
-
-
-@functools.cache
-def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.empty(0, dtype=dtype, device=device)
 
 
 def _same_layout(tensor: Tensor, copies: dict[int, torch.UntypedStorage]) -> Tensor:
@@ -236,20 +221,29 @@ class SavedTensor:
         self.witness: Any = value if watched else None
         """Tells of writes, as autograd does where there are no hooks but ours. None where there are others."""
         self.version: int = value._version if watched else 0
-        self.origin: tuple[Living, int, tuple[int, ...]] | None = None
-        """Where it lay when it was let go: storage, offset and strides."""
+        self.origin: tuple[Home, int, tuple[int, ...]] | None = None
+        """Where it lies, if that is known, or lay when it was let go: storage, offset and strides."""
         self.last_bits: list[int] | None = None
         """Of the value when it was given up, as far as values are compared."""
 
     @property
     def unwritten(self) -> bool:
-        """Whether it is ours to give up, and nobody has written to it since it was saved."""
-        return not self.pinned and self.witness is not None and self.witness._version == self.version
+        """Whether it is ours to give up, and nobody has written to it since it was saved, or its block ended."""
+        if self.pinned or self.witness is None or self.witness._version != self.version:
+            return False
+        return self.origin is None or not self.origin[0].written
 
     @property
     def written(self) -> bool:
         """Whether somebody is known to have written to it since it was saved: nobody may read it any more."""
         return self.witness is not None and bool(self.witness._version != self.version)
+
+    @property
+    def lost(self) -> bool:
+        """Whether nobody knows where it lies, of one that is ours to give up."""
+        value = self.value
+        ours = self.origin is None and not self.pinned and value is not None and self.witness is value
+        return ours and _is_plain(value)
 
     def let_go(self) -> None:
         """Give the bytes up; the version counter stays, so that a write to the tensor is still noticed."""
@@ -257,9 +251,6 @@ class SavedTensor:
             return
         if self.witness is not None and self.witness is self.value:
             self.witness = empty_witness(self.value)
-            if _is_plain(self.value):
-                place = Living(counted_storage(self.value))
-                self.origin = place, int(self.value.storage_offset()), self.value.stride()
         self.value = None
 
     def go_home(self) -> None:
@@ -320,6 +311,23 @@ class SavedTensor:
 
 
 SavedRef = weakref.ref[SavedTensor]
+
+
+def locate(every: Iterable[SavedTensor], homes: Homes, *, ended: bool) -> None:
+    """Know where these lie, so that nobody writes to them unseen; whether the block that saved them has just ended. To
+    what nobody else holds nobody can write."""
+    groups: dict[int, list[SavedTensor]] = {}
+    for saved in every:
+        if saved.lost:
+            groups.setdefault(address(saved.value), []).append(saved)
+    for key, group in groups.items():
+        storage = counted_storage(group[0].value)
+        alone = owners(storage) == 1 + len(group) and all(saved.differentiable for saved in group)
+        if alone and not homes.knows(key):  # a value that is not differentiable may be somebody else's tensor
+            continue
+        home = homes.claim(storage, ended=ended)
+        for saved in group:
+            saved.origin = home, int(saved.value.storage_offset()), saved.value.stride()
 
 
 def storages(every: list[SavedTensor]) -> dict[int, Bytes]:
@@ -413,6 +421,8 @@ def bring_saved(every: Iterable[SavedTensor]) -> None:
             if source not in loaded:
                 loaded[source] = source.load()
             saved.give_back(saved.spilled.over(loaded[source]))
+            if isinstance(source, SpilledStorage):
+                saved.go_home()
 
 
 def send_frozen(every: Iterable[FrozenTensor], shared: set[int], store: Store) -> None:

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
+from spillway.engines.blocks.homes import Homes
 from spillway.engines.blocks.saved import FrozenTensor
 from spillway.engines.tensors.torch_compile import asked_before, uncompiled
 from spillway.internals.private import counted_storage, unheard_by_modes
@@ -98,9 +99,9 @@ class Selection:
     """What the selected ops of one call of a block returned, by their numbers. To `overwritten`, calls and numbers of
     results that are known to be written to, it adds."""
 
-    def __init__(self, call: int, overwritten: set[tuple[int, int]]) -> None:
+    def __init__(self, call: int, overwritten: set[tuple[int, int]], homes: Homes | None = None) -> None:
         self.results: list[Result | None] = []
-        self._call, self._overwritten = call, overwritten
+        self._call, self._overwritten, self._homes = call, overwritten, homes
         self._numbers: dict[int, int] = {}
         """Results by the storages that they hold."""
 
@@ -120,7 +121,7 @@ class Selection:
             return  # rule 3: some do so without saying it
         copied = (self._call, number) in self._overwritten
         with _versions_shared():
-            kept = [FrozenTensor(tensor, {} if copied else None) for tensor in found]
+            kept = [FrozenTensor(tensor, {} if copied else None, self._homes) for tensor in found]
         for one in kept:
             one.written = copied
         numbers = iter(range(len(found)))

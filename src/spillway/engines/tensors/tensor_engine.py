@@ -28,7 +28,7 @@ from spillway.engines.tensors.history import ByName, StepHistory
 from spillway.engines.tensors.mode import Dispatch
 from spillway.engines.tensors.ops import OpInfo
 from spillway.engines.tensors.sizes import READS_CONTENT, Sizes
-from spillway.engines.tensors.torch_patches import PATCHES, held_elsewhere, tensors_of_python
+from spillway.engines.tensors.torch_patches import METHODS, PATCHES, held_elsewhere, tensors_of_python
 from spillway.engines.tensors.turns import end_turn
 from spillway.errors import BudgetInfeasible, EngineError, SpillFullError
 from spillway.internals.dispatch_key import unwatched
@@ -116,6 +116,7 @@ class TensorEngine(AbstractTensorEngine):
         """Storages of the step's batch."""
         self.following = Followed(self) if policy.follows and self.budget.limited else None
         self._first_op = 0
+        METHODS.add(self)
         PATCHES.add(self)
         self._closed = False
         self.collectives: Collectives = Collectives(self)
@@ -752,6 +753,7 @@ class TensorEngine(AbstractTensorEngine):
                 self._leave_the_file()
             finally:
                 PATCHES.remove(self)
+                METHODS.remove(self)
                 self.controller.flights.forget()
                 self.table.clear()
                 self.backend.close()

@@ -37,10 +37,11 @@ BY_ADDRESS: Final = (
 )  # fmt: skip
 """They hand out the address, which somebody may keep."""
 
-READING: Final = (
-    "tolist", "__repr__", "__format__", "__reduce_ex__", "__deepcopy__", "untyped_storage", "_typed_storage", "storage",
-)  # fmt: skip
-"""They read the bytes, or hand out a storage object that reads them later."""
+READING: Final = ("tolist", "__repr__", "__format__", "__reduce_ex__", "__deepcopy__")
+"""They read the bytes."""
+
+OF_THE_STORAGE: Final = ("untyped_storage", "_typed_storage", "storage")
+"""They hand out a storage object that reads the bytes later, or writes them."""
 
 RESIZING: Final = ("resize_", "resize_as_")
 """They want memory that can be given another size, which only bytes in torch's own memory are."""
@@ -68,14 +69,14 @@ class WhileOpen:
     interrupted; `uninstall` takes away what is there, and may be called again."""
 
     def __init__(self, install: Callable[[], None], uninstall: Callable[[], None]) -> None:
-        self.engines: weakref.WeakSet[AbstractTensorEngine] = weakref.WeakSet()
+        self.engines: weakref.WeakSet[Any] = weakref.WeakSet()
         """Those that are open."""
         self._install, self._uninstall = install, uninstall
         self._installed = False
         self._lock = threading.RLock()  # a collection of garbage may find an engine that nobody closed while it is held
         renew_in_children(self, "_lock")
 
-    def add(self, engine: AbstractTensorEngine) -> None:
+    def add(self, engine: object) -> None:
         """It is open, until it is removed or collected."""
         with self._lock:
             self.engines.add(engine)  # first: an engine that is collected meanwhile must not find the list empty
@@ -89,7 +90,7 @@ class WhileOpen:
                     raise
         weakref.finalize(engine, self._uninstall_after_the_last).atexit = False
 
-    def remove(self, engine: AbstractTensorEngine) -> None:
+    def remove(self, engine: object) -> None:
         with self._lock:
             self.engines.discard(engine)
             self._uninstall_after_the_last()
@@ -133,12 +134,6 @@ if hasattr(os, "register_at_fork"):
 
 def _install() -> None:
     make_them_ask(_steady)
-    for name in (*BY_ADDRESS, *READING, *RESIZING):
-        _replace(torch.Tensor, name)
-    for name in OF_STORAGES:
-        _replace(torch.UntypedStorage, name)
-    for module in MODULES:
-        _replace(module, "to_dlpack")
     storages: Any = torch.UntypedStorage
     storages.resize_ = _telling_of_size(storages.resize_)
     if torch.distributed.is_available():
@@ -149,6 +144,15 @@ def _install() -> None:
         work.get_future = _waiting(vars(work)["get_future"])
     autograd: Any = torch.autograd
     autograd._engine_run_backward = _as_a_part(autograd._engine_run_backward)
+
+
+def _install_methods() -> None:
+    for name in (*BY_ADDRESS, *READING, *OF_THE_STORAGE, *RESIZING):
+        _replace(torch.Tensor, name)
+    for name in OF_STORAGES:
+        _replace(torch.UntypedStorage, name)
+    for module in MODULES:
+        _replace(module, "to_dlpack")
 
 
 @contextlib.contextmanager
@@ -173,40 +177,59 @@ def _replace(owner: Any, name: str) -> None:
 def _uninstall() -> None:
     autograd: Any = torch.autograd
     autograd._engine_run_backward = getattr(autograd._engine_run_backward, "__wrapped__", autograd._engine_run_backward)
-    for module in MODULES:
-        module.to_dlpack = getattr(module.to_dlpack, "__wrapped__", module.to_dlpack)
     if torch.distributed.is_available():
         for owner in _communication():
             for name in (*BEGINNING, "get_future"):
                 wrapper = vars(owner).get(name)
                 if hasattr(wrapper, "__wrapped__"):
                     setattr(owner, name, wrapper.__wrapped__)
+    storages: Any = torch.UntypedStorage
+    resize = getattr(vars(storages).get("resize_"), "__wrapped__", None)
+    if resize is not None:
+        _as_it_was(storages, torch._C.StorageBase, "resize_", resize)
+
+
+def _uninstall_methods() -> None:
+    for module in MODULES:
+        module.to_dlpack = getattr(module.to_dlpack, "__wrapped__", module.to_dlpack)
     for owner, base, names in (
-        (torch.Tensor, torch._C.TensorBase, (*BY_ADDRESS, *READING, *RESIZING)),
-        (torch.UntypedStorage, torch._C.StorageBase, (*OF_STORAGES, "resize_")),
+        (torch.Tensor, torch._C.TensorBase, (*BY_ADDRESS, *READING, *OF_THE_STORAGE, *RESIZING)),
+        (torch.UntypedStorage, torch._C.StorageBase, OF_STORAGES),
     ):
         for name in names:
             original = getattr(owner.__dict__.get(name), "__wrapped__", None)
-            if original is None:
-                continue
-            if getattr(base, name, None) is original:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, original)
+            if original is not None:
+                _as_it_was(owner, base, name, original)
 
 
+def _as_it_was(owner: Any, base: Any, name: str, original: Any) -> None:
+    if getattr(base, name, None) is original:
+        delattr(owner, name)
+    else:
+        setattr(owner, name, original)
+
+
+METHODS: Final = WhileOpen(_install_methods, _uninstall_methods)
+"""For engines of both kinds."""
+NOTING: Final[list[weakref.ref[Any]]] = []
+"""Their `noticed` is told of whose bytes are handed out to who may write to them, and by what."""
 PATCHES: Final = WhileOpen(_install, _uninstall)
 _open: Final = PATCHES.engines
 
 
 def _telling(original: Any, *, by_address: bool, resizing: bool) -> Any:
+    hands_out = by_address or original.__name__ in OF_THE_STORAGE
+
     @functools.wraps(original)
     def method(self: torch.Tensor | torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
-        for engine in tuple(_open):
+        for engine in tuple(_open) if len(_open) else ():
             if resizing:
                 engine.ensure_resident(cast(torch.Tensor, self))
             else:
                 engine.reveal(self, by_address=by_address)
+        for reference in NOTING if hands_out else ():
+            if (noting := reference()) is not None:
+                noting.noticed(self, original.__name__)
         return original(self, *args, **kwargs)
 
     return method
