@@ -23,6 +23,7 @@ import torch
 import torch.utils.dlpack
 
 from spillway.engines.tensors.abstract import AbstractTensorEngine
+from spillway.engines.tensors.mutated_saves import go_by_addresses, go_by_numbers
 from spillway.engines.tensors.torch_compile import forget_steps
 from spillway.engines.tensors.turns import forget_turns
 from spillway.internals.dispatch_key import watcher_here
@@ -132,6 +133,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def _install() -> None:
+    go_by_numbers(tensors_of_python)
     make_them_ask(_steady)
     for name in (*BY_ADDRESS, *READING, *RESIZING):
         _replace(torch.Tensor, name)
@@ -171,6 +173,7 @@ def _replace(owner: Any, name: str) -> None:
 
 
 def _uninstall() -> None:
+    go_by_addresses()
     autograd: Any = torch.autograd
     autograd._engine_run_backward = getattr(autograd._engine_run_backward, "__wrapped__", autograd._engine_run_backward)
     for module in MODULES:
