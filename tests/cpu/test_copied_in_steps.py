@@ -1,4 +1,4 @@
-"""What is copied, pickled and saved within steps: no walk through all objects of Python, and it leaves like the rest."""
+"""What is copied or saved within steps: no walk through all objects of Python, and it leaves like the rest."""
 
 from __future__ import annotations
 
