@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import re
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from importlib.util import find_spec
 from io import StringIO
@@ -18,6 +17,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup, escape
 
 from spillway.errors import UsageError
+from spillway.internals.python_warnings import unwarned
 from spillway.report.figures import format_share
 from spillway.units import format_bytes, format_seconds
 
@@ -104,9 +104,8 @@ def svg_of(draw: Callable[[], Figure], colours: Iterable[Colour], *, name: str =
         figure = draw()
         figure.patch.set_visible(False)
         nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        with warnings.catch_warnings():
-            # The reader's font is asked for the letters, and not the one that measures them here.
-            warnings.filterwarnings("ignore", message="Glyph .* missing from font", category=UserWarning)
+        # The reader's font is asked for the letters, and not the one that measures them here.
+        with unwarned(UserWarning, "Glyph .* missing from font"):
             figure.savefig(written, format="svg", metadata=nothing)
     text = written.getvalue()
     text = re.sub(r'font-family: [^;"]*', "font-family: system-ui, sans-serif", text[text.index("<svg") :])

@@ -18,6 +18,11 @@ FOREIGN: Final = frozenset(
     }
 )  # fmt: skip
 """Packages whose objects have nothing to do with what a model computes."""
+STATEFUL: Final = (
+    "torch.quasirandom", "torch.distributions.", "torch.utils.data.sampler", "torch.utils.data.distributed",
+    "torch.utils.weak", "torch.nn.utils.", "torch.optim.", "torch.amp.", "torch.cuda.amp.",
+)  # fmt: skip
+"""What in `FOREIGN` has objects that it does have to do with."""
 LIBRARIES: Final = FOREIGN | sys.stdlib_module_names | {
     "transformers", "accelerate", "peft", "triton", "lightning", "pytorch_lightning", "lightning_fabric",
 }  # fmt: skip
@@ -40,6 +45,12 @@ def package(module: object) -> str:
         if file is not None and (not file.startswith(_STANDARD) or any(part in file for part in _INSTALLED)):
             return ""
     return top
+
+
+@functools.cache
+def is_foreign(module: object) -> bool:
+    """Whether objects of a module's classes have nothing to do with what a model computes."""
+    return package(module) in FOREIGN and not str(module).startswith(STATEFUL)
 
 
 @functools.cache

@@ -28,6 +28,7 @@ from spillway.engines.blocks.reach import Reach, reach_of
 from spillway.engines.blocks.saved import over
 from spillway.engines.environment import Environment
 from spillway.engines.tensors.torch_compile import asked_before
+from spillway.engines.tensors.twins import nobody_warned
 from spillway.internals.private import Place, function_modes, grad_mode, unheard_by_modes
 from spillway.internals.private import storage_address as address
 from spillway.units import Bytes
@@ -73,6 +74,7 @@ def undone(
     seen = seen or Seen()
     with contextlib.ExitStack() as stack:
         stack.enter_context(quiet())
+        stack.enter_context(nobody_warned())
         stack.enter_context(reach.substituted())
         stack.callback(seen.undo)
         stack.enter_context(environment(environment.capture()))

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import sys
 import types
-import warnings
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
+from spillway.internals.python_warnings import unwarned
+
 _BOUND: Final = (types.BuiltinMethodType, types.MethodWrapperType, types.MethodType)
+_LOADER: Final = "torch.utils.data.dataloader"
 
 
 class CannotCopyError(Exception):
@@ -26,9 +29,9 @@ class Parts(NamedTuple):
 
 
 def is_iterator(value: Any) -> bool:
-    """Whether it is an iterator of Python's own."""
+    """Whether it is an iterator of Python's own, or of a `DataLoader`."""
     kind = type(value)
-    return kind.__module__ in ("builtins", "itertools") and hasattr(kind, "__next__")
+    return kind.__module__ in ("builtins", "itertools", _LOADER) and hasattr(kind, "__next__")
 
 
 def parts_of(value: Any) -> Parts:
@@ -37,8 +40,7 @@ def parts_of(value: Any) -> Parts:
     try:
         with contextlib.ExitStack() as stack:
             if sys.version_info >= (3, 12):
-                stack.enter_context(warnings.catch_warnings())
-                warnings.simplefilter("ignore", DeprecationWarning)
+                stack.enter_context(unwarned(DeprecationWarning))
             reduced = value.__reduce__()
     except (TypeError, RuntimeError) as error:
         raise CannotCopyError(f"{description(value)} cannot be made again where it stands") from error
@@ -67,6 +69,14 @@ def description(value: Any) -> str:
     if isinstance(value, types.GeneratorType):
         return f"the generator {value.__qualname__}"
     return f"an iterator ({type(value).__name__})"
+
+
+def standing(iterator: Any) -> tuple[Any, list[Any]]:
+    """Where one stands that nothing can make again, and what it holds that tells; a loader holds all of its data."""
+    if type(iterator).__module__ == _LOADER:
+        return iterator._num_yielded, []
+    frame = getattr(iterator, "gi_frame", None)
+    return None if frame is None else frame.f_lasti, gc.get_referents(iterator)
 
 
 def _partial(*parts: Any) -> Any:

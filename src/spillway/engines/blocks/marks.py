@@ -27,6 +27,7 @@ from spillway.engines.blocks.iterators import (
     holding,
     is_iterator,
     parts_of,
+    standing,
 )
 
 ATOMS: Final = frozenset({type(None), bool, int, float, complex, str, bytes, slice, range, type(...)})
@@ -80,8 +81,7 @@ class Marks:
         try:
             parts = parts_of(value)
         except CannotCopyError:
-            held = gc.get_referents(value)
-            self._follow(held)
+            self._follow(standing(value)[1])
             return _Unknown(value, self)
         self._follow((*parts.arguments, *_inside(parts.state)))
         arguments = tuple(map(self.of, parts.arguments))
@@ -158,13 +158,13 @@ class _Unknown(Mark):
 
     def __init__(self, original: Any, marks: Marks) -> None:
         self.original, self.lost = original, description(original)
-        self._at = _line(original)
-        self._held = [id(one) if isinstance(one, Tensor) else marks.of(one) for one in gc.get_referents(original)]
+        self._at, held = standing(original)
+        self._held = [id(one) if isinstance(one, Tensor) else marks.of(one) for one in held]
 
     def stands(self, now: Any) -> bool:
-        if now is not self.original or self._at != _line(now):
-            return False
-        return _alike(self._held, [id(one) if isinstance(one, Tensor) else one for one in gc.get_referents(now)])
+        at, held = standing(self.original)
+        same = now is self.original and self._at == at
+        return same and _alike(self._held, [id(one) if isinstance(one, Tensor) else one for one in held])
 
     def again(self, made: dict[Mark, Any]) -> Any:
         return _Refusing(self.lost)
@@ -202,11 +202,6 @@ def _holder(value: Any) -> Parts | None:
 
 def _tuple(kind: type, *items: Any) -> Any:
     return tuple.__new__(kind, items)
-
-
-def _line(iterator: Any) -> Any:
-    frame = getattr(iterator, "gi_frame", None)
-    return None if frame is None else frame.f_lasti
 
 
 def _inside(state: Any) -> Iterator[Any]:

@@ -1,6 +1,6 @@
-"""Nothing is written by a forward that runs once more: what this thread prints and logs is dropped.
+"""Nothing is written by a forward that runs once more: what this thread prints, logs and warns of is dropped.
 
-Not dropped: warnings, of which Python itself shows the same one once, what a debugger says, what goes to another file
+Not dropped: warnings that the forward itself collects, what a debugger says, what goes to another file
 than `sys.stdout` and `sys.stderr`, and what code in C writes.
 """
 
@@ -12,6 +12,8 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator
 from typing import Any, Final, cast, final
+
+from spillway.internals.python_warnings import unshown
 
 _SPEAKS: Final = frozenset({"warnings", "pdb", "bdb", "cmd", "code"})
 """Modules whose words are for whoever sits in front of the screen."""
@@ -30,6 +32,7 @@ def quiet() -> Iterator[None]:
         stack.callback(_unfilter, handlers, silence)
         for handler in handlers:
             handler.filters = [silence, *handler.filters]
+        stack.enter_context(unshown(lambda: silence.holds("")))
         stack.callback(silence.end)
         yield
 

@@ -3,9 +3,10 @@
 What is followed: attributes of modules and of objects whose class Python code defines, containers, closures, defaults
 and attributes of functions (hooks and what they are bound to among them), arrays, random streams, iterators and caches
 of functions (NOTE [Marks]), of tensors gradients, flags and hooks, and what the code of all these functions and classes
-names, in its own module and in others: globals, functions, classes and their attributes. Code of installed packages is
-followed up to `MOST_INSTALLED` functions, that of `LIBRARIES` not at all.
-What is not: files, objects of libraries written in C, and what belongs to torch and to this package.
+names, in its own module and in others: globals, functions, classes and their attributes. Of torch this is true of
+modules and of `STATEFUL`. Code of installed packages is followed up to `MOST_INSTALLED` functions, that of `LIBRARIES`
+not at all.
+What is not: files, objects of libraries written in C, and what else belongs to torch and to this package.
 """
 
 from __future__ import annotations
@@ -25,8 +26,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
+from torch.nn.utils import parametrize
+from torch.utils.data import DataLoader
 
-from spillway.engines.blocks.code import FOREIGN, LIBRARIES, is_installed, modules_named, names_of, package
+from spillway.engines.blocks.code import FOREIGN, LIBRARIES, is_foreign, is_installed, modules_named, names_of, package
 from spillway.engines.blocks.fingerprints import Fingerprint, fingerprint
 from spillway.engines.blocks.marks import ATOMS, Mark, Marks
 from spillway.engines.blocks.saved import PLAIN
@@ -110,6 +113,8 @@ class Reach:
         }
         self._prints: list[tuple[Tensor, Fingerprint]] | None = [] if prints else None
         """Of what is too large to be written down."""
+        self._parameters: list[tuple[nn.Parameter, int]] = []
+        """Of modules apart from those that somebody takes care of, with their versions."""
         self._large: list[np.ndarray[Any, Any]] = []
         """Arrays that are too large for that."""
         self._seen: dict[int, Any] = {}  # the things themselves, so that no id is used twice
@@ -117,6 +122,7 @@ class Reach:
         self._marks = Marks(self._next.extend)
         self._lost: list[Mark] = []
         self._installed = 0
+        self._note_globals(vars(parametrize), ("_cache", "_cache_enabled"))  # `parametrize.cached`
         for entry in beside._entries if beside is not None else ():
             self._note_again(entry)
         while self._next and len(self._seen) < MOST_THINGS:
@@ -151,7 +157,9 @@ class Reach:
         return next((was.lost for was in self._lost if not was.stands(was.original)), "")
 
     def overwritten(self) -> str:
-        """Says of something too large to be written down that it is not what it was, as a clause; or it is empty."""
+        """Says of something that is not written down that it is not what it was, as a clause; or it is empty."""
+        if any(parameter._version != version for parameter, version in self._parameters):
+            return "it writes to a parameter that is not its own"
         changed = any(not torch.equal(was, fingerprint(one, {})) for one, was in self._prints or ())
         return f"it writes to a tensor or an array of more than {MOST_BYTES >> 20} MiB" if changed else ""
 
@@ -220,6 +228,8 @@ class Reach:
             self._next.append(thing())
         elif isinstance(thing, _WEAK):
             self._next.append(cast(Any, thing).data)
+        elif isinstance(thing, DataLoader):  # not what it loads, which may be large
+            self._next.extend((thing.generator, getattr(thing.sampler, "generator", None)))
         elif isinstance(thing, types.MappingProxyType):
             self._next.extend(thing.values())
         elif isinstance(thing, type):
@@ -229,7 +239,7 @@ class Reach:
         elif (
             isinstance(thing, nn.Module)
             or kind is types.SimpleNamespace
-            or (kind.__flags__ & _HEAP_TYPE and package(kind.__module__) not in FOREIGN)
+            or (kind.__flags__ & _HEAP_TYPE and not is_foreign(kind.__module__))
         ):
             self._visit_instance(thing)
 
@@ -274,7 +284,7 @@ class Reach:
         if isinstance(thing, collections.defaultdict):
             put = functools.partial(setattr, thing, "default_factory")
             self._note(functools.partial(getattr, thing, "default_factory"), put)
-        if type(thing).__flags__ & _HEAP_TYPE and package(type(thing).__module__) not in FOREIGN:
+        if type(thing).__flags__ & _HEAP_TYPE and not is_foreign(type(thing).__module__):
             self._visit_instance(thing)
 
     def _visit_instance(self, thing: Any) -> None:
@@ -288,7 +298,7 @@ class Reach:
             else:
                 self._next.append(held)
         for base in type(thing).__mro__:
-            if base is object or package(base.__module__) in FOREIGN:
+            if base is object or is_foreign(base.__module__):
                 break
             names, owner = vars(base).get("__slots__", ()), base.__name__.lstrip("_")
             for name in (names,) if isinstance(names, str) else names:
@@ -363,12 +373,13 @@ class Reach:
             if _is_plain(tensor) and (place := Place.of(tensor)) is not None:
                 read = functools.partial(Place.of, tensor)
                 self._entries.append(_Entry(read, place, lambda was: was.put_back(tensor), operator.eq))
-        if (
-            not self._with_bytes
-            or id(tensor) in self._fixed
-            or isinstance(tensor, nn.Parameter)
-            or not _is_plain(tensor)
-        ):
+        if not self._with_bytes or id(tensor) in self._fixed:
+            return
+        if isinstance(tensor, nn.Parameter):
+            if not tensor.is_inference():
+                self._parameters.append((tensor, tensor._version))
+            return
+        if not _is_plain(tensor):
             return
         nbytes = tensor.untyped_storage().nbytes()
         if nbytes <= self._room:

@@ -19,11 +19,13 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
+from spillway.engines.tensors.mutated_saves import allowed
 from spillway.engines.tensors.optimizers import Update, assumed, update_of
 from spillway.engines.tensors.tally import Tally
 from spillway.engines.tensors.twins import results_of, unseen, untouched, usual_loss, without_content
 from spillway.errors import BudgetInfeasible
 from spillway.internals.private import grad_mode
+from spillway.ir.timeline import Kind
 from spillway.memory.ledger import SMALLEST_MOVABLE
 from spillway.units import Bytes
 
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
 
 MARGIN = 1.05
 """Room for what this does not know: alignment, estimates of sizes that are a little high."""
+_MADE = (None, Kind.ACTIVATION, Kind.TEMPORARY)
+"""What storages are that the step made."""
 
 
 @final
@@ -79,22 +83,24 @@ def smallest_budget(
 
     It is exact if the models could be run on fake tensors as they were called, or the first of them, if none was called
     by then, with the batch (`model(**batch)`, `model(*batch)` or `model(batch)`, or as much of it as the model takes);
-    a bound from below otherwise, and where the policy refuses steps by itself.
+    a bound from below otherwise, where the policy refuses steps by itself, and where code takes addresses of what the
+    step makes: that stays, and nobody knows how much more there would have been of it.
     """
     update = functools.reduce(Update.beside, (update_of(one) or assumed(one) for one in optimizers), Update())
-    escaped = sum(storage.nbytes for storage in list(engine.table.values()) if storage.escaped)
+    escaped = [storage for storage in list(engine.table.values()) if storage.escaped]
+    known = all(one.kind not in _MADE for one in escaped if one.nbytes >= SMALLEST_MOVABLE)
     probed = _probe(models, batch, calls)
     largest = max(
         error.needed,  # with what could not leave then
         engine.controller.counters.floor_bytes + engine.never_leaves(),
         update.large + update.small_working + update.small + _small(models),
-        (probed or 0) + update.small + escaped,
+        (probed or 0) + update.small + sum(one.nbytes for one in escaped),
     )
     reserved = engine.controller.budget.reserved
     return BudgetInfeasible(
         needed=error.needed + reserved, allowed=error.allowed + reserved, op=error.op, op_index=error.op_index,
         smallest_budget=int(largest * MARGIN) + reserved,
-        exact=probed is not None and not engine.controller.policy.refuses,
+        exact=probed is not None and known and not engine.controller.policy.refuses,
     )  # fmt: skip
 
 
@@ -118,6 +124,11 @@ _Way = Callable[[Callable[[Any], torch.Tensor]], tuple[tuple[Any, ...], dict[str
 """Takes what makes a tensor fake, and returns what a model is called with."""
 
 
+_Around = Callable[[], contextlib.AbstractContextManager[None]]
+_AROUND: tuple[_Around, ...] = (contextlib.nullcontext, lambda: allowed())
+"""It may be that the step is one that may write to what it has saved."""
+
+
 def _probe_call(model: torch.nn.Module, ways: Sequence[_Way], *, trains: bool) -> Bytes | None:
     if any(isinstance(part, torch.jit.ScriptModule) for part in model.modules()):
         return None  # copies share their parameters
@@ -125,9 +136,9 @@ def _probe_call(model: torch.nn.Module, ways: Sequence[_Way], *, trains: bool) -
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         twin = without_content(model, fake)
         # Whole numbers have their content at first: a tree, a length, what is looked up.
-        for way, with_content in itertools.product(ways, (True, False)):
+        for way, whole, around in itertools.product(ways, (True, False), _AROUND):
             with contextlib.suppress(Exception):  # whatever the model does with tensors that have no content
-                return _largest_working_set(twin, way, fake, with_content=with_content)
+                return _largest_working_set(twin, way, fake, around, with_content=whole)
     return None
 
 
@@ -136,7 +147,9 @@ _LOSS = 3
 result: `_log_softmax_backward_data` reads two tensors of its size and makes a third."""
 
 
-def _largest_working_set(model: torch.nn.Module, way: _Way, fake: FakeTensorMode, *, with_content: bool) -> Bytes:
+def _largest_working_set(
+    model: torch.nn.Module, way: _Way, fake: FakeTensorMode, around: _Around, *, with_content: bool
+) -> Bytes:
     def faked(tensor: torch.Tensor | Like) -> torch.Tensor:
         if isinstance(tensor, Like):
             return tensor.again(with_content=with_content)
@@ -145,7 +158,7 @@ def _largest_working_set(model: torch.nn.Module, way: _Way, fake: FakeTensorMode
 
     with fake:
         tally = Tally([*model.parameters(), *model.buffers()])
-        with tally:
+        with tally, around():
             args, kwargs = way(faked)
             results = results_of(model(*args, **kwargs))
             most = max((result.nbytes for result in results), default=0)

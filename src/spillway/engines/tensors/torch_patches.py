@@ -23,12 +23,13 @@ import torch
 import torch.utils.dlpack
 
 from spillway.engines.tensors.abstract import AbstractTensorEngine
+from spillway.engines.tensors.mutated_saves import go_by_addresses, go_by_numbers
 from spillway.engines.tensors.torch_compile import forget_steps
 from spillway.engines.tensors.turns import forget_turns
-from spillway.internals.dispatch_key import watcher_here
+from spillway.internals.dispatch_key import unwatched, watcher_here
 from spillway.internals.host_reads import make_them_ask
 from spillway.internals.locks import renew_in_children
-from spillway.internals.private import owners, storage_address, storage_of
+from spillway.internals.private import bytes_over, owners, storage_address, storage_of
 from spillway.ir.timeline import Kind
 from spillway.units import Bytes
 
@@ -133,9 +134,11 @@ if hasattr(os, "register_at_fork"):
 
 
 def _install() -> None:
+    go_by_numbers(tensors_of_python)
     make_them_ask(_steady)
     storages: Any = torch.UntypedStorage
     storages.resize_ = _telling_of_size(storages.resize_)
+    storages.clone = _by_an_op(storages.clone)
     if torch.distributed.is_available():
         group, work = _communication()
         for name in BEGINNING:
@@ -175,6 +178,7 @@ def _replace(owner: Any, name: str) -> None:
 
 
 def _uninstall() -> None:
+    go_by_addresses()
     autograd: Any = torch.autograd
     autograd._engine_run_backward = getattr(autograd._engine_run_backward, "__wrapped__", autograd._engine_run_backward)
     if torch.distributed.is_available():
@@ -183,30 +187,25 @@ def _uninstall() -> None:
                 wrapper = vars(owner).get(name)
                 if hasattr(wrapper, "__wrapped__"):
                     setattr(owner, name, wrapper.__wrapped__)
-    storages: Any = torch.UntypedStorage
-    resize = getattr(vars(storages).get("resize_"), "__wrapped__", None)
-    if resize is not None:
-        _as_it_was(storages, torch._C.StorageBase, "resize_", resize)
+    _take_away(torch.UntypedStorage, ("resize_", "clone"))
 
 
 def _uninstall_methods() -> None:
     for module in MODULES:
         module.to_dlpack = getattr(module.to_dlpack, "__wrapped__", module.to_dlpack)
-    for owner, base, names in (
-        (torch.Tensor, torch._C.TensorBase, (*BY_ADDRESS, *READING, *OF_THE_STORAGE, *RESIZING)),
-        (torch.UntypedStorage, torch._C.StorageBase, OF_STORAGES),
-    ):
-        for name in names:
-            original = getattr(owner.__dict__.get(name), "__wrapped__", None)
-            if original is not None:
-                _as_it_was(owner, base, name, original)
+    _take_away(torch.Tensor, (*BY_ADDRESS, *READING, *OF_THE_STORAGE, *RESIZING))
+    _take_away(torch.UntypedStorage, OF_STORAGES)
 
 
-def _as_it_was(owner: Any, base: Any, name: str, original: Any) -> None:
-    if getattr(base, name, None) is original:
-        delattr(owner, name)
-    else:
-        setattr(owner, name, original)
+def _take_away(owner: Any, names: Sequence[str]) -> None:
+    for name in names:
+        original = getattr(owner.__dict__.get(name), "__wrapped__", None)
+        if original is None:
+            continue
+        if any(vars(base).get(name) is original for base in owner.__mro__[1:]):
+            delattr(owner, name)
+        else:
+            setattr(owner, name, original)
 
 
 METHODS: Final = WhileOpen(_install_methods, _uninstall_methods)
@@ -244,6 +243,22 @@ def _telling_of_size(original: Any) -> Any:
             return original(self, *args, **kwargs)
 
     return resize_
+
+
+def _by_an_op(original: Any) -> Any:
+    """A copy that an op of a watched step makes is known from its birth; of what torch makes here otherwise, as for
+    `copy.deepcopy`, it would have to be found out among all objects of Python whether somebody else holds it."""
+
+    @functools.wraps(original)
+    def clone(self: torch.UntypedStorage) -> torch.UntypedStorage:
+        if watcher_here() is not None and self.nbytes():
+            with unwatched():
+                whole = bytes_over(self)
+            if any(engine.find(whole) for engine in tuple(_open)):
+                return whole.clone().untyped_storage()
+        return cast(torch.UntypedStorage, original(self))
+
+    return clone
 
 
 def _telling_of_work(original: Any) -> Any:

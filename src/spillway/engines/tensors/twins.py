@@ -9,7 +9,6 @@ import functools
 import random
 import threading
 import types
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Final, cast
@@ -24,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from spillway.engines.tensors.torch_compile import asked_before
 from spillway.internals.private import function_modes, only_function_modes
+from spillway.internals.python_warnings import unwarned
 
 _autograd: Final[Any] = torch._C._autograd
 
@@ -43,9 +43,20 @@ def unseen() -> Iterator[None]:
         # With its checks a backward would ask for numbers that are not there.
         stack.enter_context(torch.autograd.set_detect_anomaly(False))
         stack.enter_context(_unheard_in(vars(_modules)[name] for name in _OF_ALL_MODULES))
-        stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")
+        stack.enter_context(nobody_warned())
         yield
+
+
+@contextmanager
+def nobody_warned() -> Iterator[None]:
+    """Around what the user's code does for us alone: what is said once is still to be said, by Python and by torch."""
+    always = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)
+    try:
+        with unwarned():
+            yield
+    finally:
+        torch.set_warn_always(always)
 
 
 @contextmanager
