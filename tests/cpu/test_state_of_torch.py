@@ -15,6 +15,7 @@ from torch.quasirandom import SobolEngine
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 from torch.utils.weak import WeakTensorKeyDictionary
 
+import spillway
 from spillway.engines.blocks import code, reach
 from spillway.methods.actions import Action
 from tests.cpu.block_cases import Chain, Functional, mean_square
@@ -29,10 +30,6 @@ def with_engine(engine: SobolEngine, draw: Callable[[Any], Tensor]) -> Functiona
     block = block_of(function)
     block.engine = engine
     return block
-
-
-def _twice(engine: SobolEngine) -> Tensor:
-    return engine.draw(10) + engine.draw_base2(1)[:1] if engine.num_generated % 2 else engine.draw(20)
 
 
 DRAWS = {
@@ -134,8 +131,7 @@ def test_a_transform_that_keeps_its_last_result() -> None:
         return x + torch.tanh(block.one(x)) * block.transform(block.scale).sin()
 
     block = block_of(function)
-    block.transform, block.scale = ExpTransform(cache_size=1), torch.linspace(-1.0, 1.0, WIDTH, requires_grad=True)
-    block.scale = nn.Parameter(block.scale.detach())
+    block.scale = nn.Parameter(torch.linspace(-1.0, 1.0, WIDTH))
     block.transform = ExpTransform(cache_size=1)
 
     def loss_of(model: nn.Module, x: Tensor) -> Tensor:
@@ -236,8 +232,6 @@ def test_an_inner_optimizer() -> None:
 
 @pytest.mark.parametrize("method", ["checkpoint", "mimose", "auto"])
 def test_under_the_methods(method: str) -> None:
-    import spillway
-
     def parameters(budget: int | None, name: str | None) -> list[Tensor]:
         torch.manual_seed(0)
         model = Chain(*(with_engine(SobolEngine(WIDTH, scramble=True, seed=k), DRAWS["draw"]) for k in range(4)))

@@ -26,7 +26,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
-from torch.nn.utils import parametrize
 from torch.utils.data import DataLoader
 
 from spillway.engines.blocks.code import FOREIGN, LIBRARIES, is_foreign, is_installed, modules_named, names_of, package
@@ -122,7 +121,6 @@ class Reach:
         self._marks = Marks(self._next.extend)
         self._lost: list[Mark] = []
         self._installed = 0
-        self._note_globals(vars(parametrize), ("_cache", "_cache_enabled"))  # `parametrize.cached`
         for entry in beside._entries if beside is not None else ():
             self._note_again(entry)
         while self._next and len(self._seen) < MOST_THINGS:
