@@ -614,6 +614,8 @@ class _Step(AbstractStep):
         self._trace: AbstractTrace | None = None
         self._optimized = self._updated = False
         """Whether an optimizer has begun, and whether it was granted what it needs."""
+        self._evaluates: torch.optim.Optimizer | None = None
+        """The one that is updating, and may call its closure again."""
         self._lost: str | None = None
         """What could not be put back, once that was tried."""
         self._updates: list[Kept] = []
@@ -836,7 +838,7 @@ class _Step(AbstractStep):
 
     @property
     def state(self) -> Bytes:
-        return self._session._needs_of_all().state
+        return self._session._needs_of_all().meanwhile
 
     @property
     def _missing(self) -> Bytes:
@@ -853,7 +855,7 @@ class _Step(AbstractStep):
     @property
     def update(self) -> Bytes:
         needs = self._session._needs_of_all()
-        return self._missing + needs.state + needs.working + LOSS
+        return self._missing + needs.state + needs.later + needs.working + LOSS
 
     def _decide(self, available: Bytes) -> tuple[Decision, Forecast | None, InputSize, bool]:
         decision, forecast, size, bypassed = self._decide_alone(available)
@@ -901,8 +903,11 @@ class _Step(AbstractStep):
         session, watch = self._session, self._watch
         if watch is not None and session._budget.limited:
             needs, told = session._needs.of(optimizer), session._needs.tells(optimizer)
+            if told and self._evaluates is optimizer:
+                needs = Update()  # its closure ran again, and it was granted all that it needs
             try:
                 watch.optimizer_begins(needs, told=told or self._guarded)
+                self._evaluates = optimizer
             except BudgetInfeasible as refusal:
                 if session._needs.assumes(optimizer):
                     refusal.add_note(_assumption(optimizer, needs))
@@ -916,6 +921,7 @@ class _Step(AbstractStep):
     @unheard_by_modes
     def optimizer_ended(self) -> None:
         """It has changed what it was to change."""
+        self._evaluates = None
         if self._watch is not None:
             self._watch.optimizer_ended()
         if self._watched is not None and self._session._paging is not None:
