@@ -112,8 +112,8 @@ def _of_lbfgs(optimizer: torch.optim.Optimizer) -> Update:
     own = _SEARCHED + 1 if searches else 2 if iterations > 1 else int(again or not begun)
     kept = group["history_size"] * (remembered if flat < SMALLEST_MOVABLE else 2 * NUMBERS)
     return Update(
-        state=new, working=hands + own * flat + NUMBERS, small=kept, large=4 * flat,
-        later=(missing - pairs) * remembered + (again and not begun) * flat,
+        state=new, working=max(hands + own * flat, 3 * flat) + NUMBERS, small=kept, large=4 * flat,
+        later=(missing - pairs) * remembered + again * (3 * flat - hands),
         held=again * (new + hands + searches * _SEARCHED * flat),
     )  # fmt: skip
 
