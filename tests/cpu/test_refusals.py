@@ -93,6 +93,20 @@ def test_what_blocks_copy_of_arguments_buffers_and_attributes_is_counted(seed: i
     assert isinstance(block_refusal_cases.trained(seed, method, less), BudgetInfeasible)
 
 
+UNUSUAL = range(block_refusal_cases.OTHER, block_refusal_cases.OTHER + len(block_refusal_cases.UNUSUAL))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("seed", UNUSUAL, ids=[*block_refusal_cases.UNUSUAL])
+def test_unusual_weights_optimizers_and_gradients_are_counted(seed: int) -> None:
+    refusal = block_refusal_cases.trained(seed, "checkpoint", 100_000)
+    assert isinstance(refusal, BudgetInfeasible)
+    assert refusal.exact
+    assert isinstance(block_refusal_cases.trained(seed, "checkpoint", refusal.smallest_budget), int)
+    less = int(refusal.smallest_budget / block_refusal_cases.TOO_MUCH)
+    assert isinstance(block_refusal_cases.trained(seed, "checkpoint", less), BudgetInfeasible)
+
+
 class Counts(nn.Module):
     """Its forward writes to its batch of whole numbers, and a part of it that stands in no list of modules is shared by
     every copy."""
@@ -308,7 +322,7 @@ def test_what_linear_algebra_takes_for_itself_is_told(name: str) -> None:
         run()
         with Tally([given, *ends]) as tally:
             run()
-        assert abs(taken(run) - tally.peak) <= given.nbytes // 3
+        assert abs(taken(run) - tally.peak) <= given.nbytes // 5
 
 
 def test_of_a_matrix_exponential_it_is_told_what_is_enough_and_what_cannot_be_less() -> None:

@@ -901,6 +901,8 @@ class _Step(AbstractStep):
         """An optimizer is about to change something."""
         self._optimized = True
         session, watch = self._session, self._watch
+        if watch is None and self._trace is not None and session._budget.limited and not self._guarded:
+            self._check_alone(self._trace, session._needs.of(optimizer))
         if watch is not None and session._budget.limited:
             needs, told = session._needs.of(optimizer), session._needs.tells(optimizer)
             if told and self._evaluates is optimizer:
@@ -917,6 +919,18 @@ class _Step(AbstractStep):
                 session._paging.forget(self._entered[1:])  # the rest of the step fits
                 self._forwards, self._watched = watch, (self._updates.pop(), session._budget.resident)
         self._updated = True
+
+    def _check_alone(self, trace: AbstractTrace, needs: Update) -> None:
+        """Of a step in which no block was heard of, as where `torch.func` calls the model."""
+        windows = trace.so_far()
+        if not windows:
+            return
+        peak = self._start + max(window.peak for window in windows)
+        update = self._start + windows[-1].level + needs.state + needs.working
+        needed = max(peak + needs.held, update)
+        if needed > self._session._budget.allowed:
+            smallest = max(peak + needs.meanwhile, update + needs.later)
+            raise self._session._budget.refusal(needed, "the step", 0, smallest, exact=True)
 
     @unheard_by_modes
     def optimizer_ended(self) -> None:
@@ -1123,7 +1137,7 @@ class _Step(AbstractStep):
         passes = watch.passes if watch is not None else []
         calls = [call for one in passes for call in one.calls]
         again = [call for call in calls if call.recomputes]
-        peak = watch.peak if watch is not None else self._start
+        peak = watch.peak if watch is not None else self._start + self._alone
         sent, bytes_out, bytes_in, room, data = (
             now - then for now, then in zip(session._transfers(), self._before, strict=True)
         )

@@ -93,9 +93,9 @@ def _of_matrix_exp(args: Sequence[Any], out: Any, alone: int = 12) -> Bytes:
     return (alone if matrix[..., 0, 0].numel() == 1 else 10) * int(matrix.nbytes)
 
 
-def _of_copies(args: Sequence[Any], out: Any, copies: int = 1) -> Bytes:
+def _of_copies(args: Sequence[Any], out: Any, copies: int = 1, columns: int = _BLOCKED) -> Bytes:
     """What LAPACK writes to is a copy; what it has besides grows with the rows."""
-    return copies * int(args[0].nbytes) + _BLOCKED * int(args[0].shape[-1]) * int(args[0].itemsize)
+    return copies * int(args[0].nbytes) + columns * int(args[0].shape[-1]) * int(args[0].itemsize)
 
 
 def _of_group_norm_backward(args: Sequence[Any], out: Any) -> Bytes:
@@ -117,7 +117,7 @@ _WITHIN: Final[Mapping[str, Callable[[Sequence[Any], Any], Bytes]]] = MappingPro
         "aten::_linalg_eigh": partial(_of_copies, copies=2),
         "aten::_linalg_svd": _of_copies,
         "aten::linalg_householder_product": partial(_of_copies, copies=0),
-        "aten::linalg_inv_ex": _of_copies,
+        "aten::linalg_inv_ex": partial(_of_copies, columns=1),
         "aten::linalg_matrix_exp": _of_matrix_exp,
         "aten::linalg_qr": partial(_of_copies, copies=0),
         "aten::native_batch_norm": _of_batch_norm,
