@@ -66,7 +66,7 @@ from spillway.session.paging import UNINTERRUPTED, Paging
 from spillway.session.ranks import Agreement
 from spillway.session.tensor_session import report_of
 from spillway.session.updates import Arguments, before_update
-from spillway.session.watch import Seam, StepWatch
+from spillway.session.watch import SAMPLES, Seam, StepWatch
 from spillway.tiers.disk import DiskTier
 from spillway.tiers.transfer import Freed
 from spillway.units import Bytes, Seconds, format_bytes
@@ -830,7 +830,7 @@ class _Step(AbstractStep):
         if self._session._takes_shards:
             return None
         rise = recomputing(call, environment_of(self._session._model, self._session._generators), loss=loss)
-        return None if rise is None else rise + self.state
+        return None if rise is None else rise + rise // SAMPLES + self.state
 
     @property
     def under_way(self) -> Bytes:

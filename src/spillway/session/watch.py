@@ -331,7 +331,6 @@ class StepWatch:
         smallest = level + least
         if torch.is_grad_enabled():
             rise = self._foresight.recomputing(call)
-            rise = None if rise is None else rise + rise // SAMPLES
             smallest += self._foresight.state
             if rise is None or 10 * (level + rise) > 11 * smallest:
                 return  # it depends on the loss what is enough: that is measured, and named before anything is updated
