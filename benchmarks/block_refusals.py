@@ -13,7 +13,7 @@ from typing import Final
 from benchmarks import columns
 from benchmarks.record import Benchmark, Check, Result, Row, Tell, frozen
 from spillway.errors import BudgetInfeasible
-from tests.cpu.block_refusal_cases import LARGE, METHODS, TOO_MUCH, smallest_of, trained
+from tests.cpu.block_refusal_cases import LARGE, METHODS, OTHER, TOO_MUCH, smallest_of, trained
 from tests.cpu.refusal_cases import asked_for
 
 
@@ -25,6 +25,8 @@ class Size:
     """Each is refused at two budgets under every method."""
     large: int
     """As many have blocks that read something large."""
+    unusual: int
+    """As many have unusual weights, optimizers or gradients."""
     among: int = 60
     """The smallest budget is found to one part in so many."""
 
@@ -32,7 +34,7 @@ class Size:
 def run(size: Size, tell: Tell) -> Result:
     """Refuse every training twice under every method."""
     rows: list[Row] = []
-    seeds = asked_for([*range(size.trainings), *range(LARGE, LARGE + size.large)])
+    seeds = asked_for([*range(size.trainings), *range(LARGE, LARGE + size.large), *range(OTHER, OTHER + size.unusual)])
     for number, seed in enumerate(seeds):
         draw = random.Random(f"budgets of {seed}")
         for method in METHODS:
@@ -78,6 +80,6 @@ BENCHMARK: Final = Benchmark(
     name="block_refusals",
     run=run,
     judge=_checks,
-    full=Size(trainings=45, large=12),
-    quick=Size(trainings=1, large=1, among=8),
+    full=Size(trainings=45, large=12, unusual=18),
+    quick=Size(trainings=1, large=1, unusual=1, among=8),
 )

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrizations
 
 import spillway
 from spillway.errors import BudgetInfeasible
@@ -39,6 +41,28 @@ class Training(NamedTuple):
     optimizer: torch.optim.Optimizer
     batch: Tensor
     loss: Callable[[Tensor], Tensor]
+    differentiate: Callable[[Training], Tensor] | None = None
+    """Fills gradients in another way than the usual one; the loss."""
+
+    def step(self) -> None:
+        """One step of the training."""
+        if isinstance(self.optimizer, torch.optim.LBFGS):
+            self.optimizer.step(self._closure)
+            return
+        self._differentiate()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def _closure(self) -> Tensor:
+        self.optimizer.zero_grad()
+        return self._differentiate()
+
+    def _differentiate(self) -> Tensor:
+        if self.differentiate is not None:
+            return self.differentiate(self)
+        loss = self.loss(self.model(self.batch))
+        loss.backward()
+        return loss
 
 
 OPTIMIZERS: Final[Sequence[Callable[[Any], torch.optim.Optimizer]]] = (
@@ -109,8 +133,90 @@ def _masked_of(seed: int) -> Training:
     return Training(model, optimizer, torch.randn(64, width), lambda out: out.square().mean())
 
 
+class _Wrapped(nn.Module):
+    def __init__(self, width: int, hidden: int, wrap: Callable[[nn.Module], nn.Module]) -> None:
+        super().__init__()
+        self.up, self.down = wrap(nn.Linear(width, hidden)), nn.Linear(hidden, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.down(torch.tanh(self.up(x)))
+        return out
+
+
+def _forward_mode(training: Training) -> Tensor:
+    """The derivative along a direction in the parameters, learned from as well."""
+    parameters = dict(training.model.named_parameters())
+
+    def lost(parameters: dict[str, Tensor]) -> Tensor:
+        return training.loss(torch.func.functional_call(training.model, parameters, (training.batch,)))
+
+    along = {name: torch.ones_like(one) for name, one in parameters.items()}
+    loss, slope = torch.func.jvp(lost, (parameters,), (along,))
+    (loss + slope).backward()
+    return loss
+
+
+def _called_with_parameters(training: Training) -> Tensor:
+    parameters = dict(training.model.named_parameters())
+    loss = training.loss(torch.func.functional_call(training.model, parameters, (training.batch,)))
+    loss.backward()
+    return loss
+
+
+def _lbfgs(draw: random.Random, search: str | None = None) -> Callable[[Any], torch.optim.Optimizer]:
+    size, iterations = draw.randint(1, 3), draw.randint(1, 4)
+    return lambda trained: torch.optim.LBFGS(
+        trained, lr=0.1, max_iter=iterations, history_size=size, line_search_fn=search
+    )
+
+
+def _any_of(draw: random.Random) -> Callable[[Any], torch.optim.Optimizer]:
+    return draw.choice(OPTIMIZERS)
+
+
+def _orthogonal(by: str) -> Callable[..., nn.Module]:
+    return partial(parametrizations.orthogonal, orthogonal_map=by)
+
+
+def _plain(line: nn.Module) -> nn.Module:
+    return line
+
+
+UNUSUAL: Final[Mapping[str, tuple[Callable[..., nn.Module], Callable[[random.Random], Any], Any]]] = MappingProxyType(
+    {
+        "orthogonal weights": (parametrizations.orthogonal, _any_of, None),
+        "orthogonal weights, by reflections": (_orthogonal("householder"), _any_of, None),
+        "orthogonal weights, by Cayley": (_orthogonal("cayley"), _any_of, None),
+        "weights by spectral norms": (parametrizations.spectral_norm, _any_of, None),
+        "weights by norms": (parametrizations.weight_norm, _any_of, None),
+        "LBFGS": (_plain, _lbfgs, None),
+        "LBFGS, searching": (_plain, partial(_lbfgs, search="strong_wolfe"), None),
+        "forward mode": (_plain, _any_of, _forward_mode),
+        "called with its parameters": (_plain, _any_of, _called_with_parameters),
+    }
+)
+"""What stands around weights in blocks, the optimizer, and how a step fills gradients."""
+
+OTHER: Final = 2000
+"""The seeds of such trainings begin here."""
+
+
+def _unusual_of(seed: int) -> Training:
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    kind = [*UNUSUAL][(seed - OTHER) % len(UNUSUAL)]
+    wrap, optimized, differentiate = UNUSUAL[kind]
+    width, hidden = draw.choice([(32, 32), (64, 64), (64, 32), (32, 128)])
+    blocks = [_Wrapped(width, hidden, wrap) for _ in range(draw.randint(3, 6))]
+    model = nn.Sequential(nn.Linear(width, width), *blocks)
+    batch = torch.randn(draw.choice([512, 2048]), width)
+    return Training(model, optimized(draw)(model.parameters()), batch, lambda out: out.square().mean(), differentiate)
+
+
 def training_of(seed: int) -> Training:
     """The training of a seed."""
+    if seed >= OTHER:
+        return _unusual_of(seed)
     if seed >= LARGE:
         return _masked_of(seed)
     draw = random.Random(seed)
@@ -137,16 +243,14 @@ def training_of(seed: int) -> Training:
 
 def trained(seed: int, method: str, budget: Bytes) -> Bytes | BudgetInfeasible:
     """The highest peak of its steps, or why one was refused."""
-    model, optimizer, batch, loss = training_of(seed)
+    training = training_of(seed)
     with spillway.manage(
-        model, optimizer, budget=budget, method=method, report=spillway.ReportOptions(timeline=True)
+        training.model, training.optimizer, budget=budget, method=method, report=spillway.ReportOptions(timeline=True)
     ) as memory:
         try:
             for _ in range(STEPS):
-                with memory.step(batch):
-                    loss(model(batch)).backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
+                with memory.step(training.batch):
+                    training.step()
         except BudgetInfeasible as refusal:
             return refusal
         return max(report.peak_bytes for report in memory.history)

@@ -93,6 +93,20 @@ def test_what_blocks_copy_of_arguments_buffers_and_attributes_is_counted(seed: i
     assert isinstance(block_refusal_cases.trained(seed, method, less), BudgetInfeasible)
 
 
+UNUSUAL = range(block_refusal_cases.OTHER, block_refusal_cases.OTHER + len(block_refusal_cases.UNUSUAL))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("seed", UNUSUAL, ids=[*block_refusal_cases.UNUSUAL])
+def test_unusual_weights_optimizers_and_gradients_are_counted(seed: int) -> None:
+    refusal = block_refusal_cases.trained(seed, "checkpoint", 100_000)
+    assert isinstance(refusal, BudgetInfeasible)
+    assert refusal.exact
+    assert isinstance(block_refusal_cases.trained(seed, "checkpoint", refusal.smallest_budget), int)
+    less = int(refusal.smallest_budget / block_refusal_cases.TOO_MUCH)
+    assert isinstance(block_refusal_cases.trained(seed, "checkpoint", less), BudgetInfeasible)
+
+
 class Counts(nn.Module):
     """Its forward writes to its batch of whole numbers, and a part of it that stands in no list of modules is shared by
     every copy."""
@@ -276,6 +290,79 @@ def test_what_an_update_takes_is_told(name: str, form: dict[str, Any], shapes: t
             one.grad = torch.ones_like(one)
         told = needs_of([optimizer])
         assert 0 <= told.state + told.working - taken(optimizer.step) <= NUMBERS
+
+
+def _matrices() -> dict[str, tuple[Callable[..., Any], Tensor]]:
+    torch.manual_seed(0)
+    square = torch.randn(128, 128)
+    upright = square @ square.T / 128 + torch.eye(128)
+    return {
+        "matrix_exp": (torch.matrix_exp, square),
+        "matrix_exp of several": (torch.matrix_exp, torch.randn(3, 64, 64)),
+        "householder_product": (lambda a: torch.linalg.householder_product(a, a[0]), square),
+        "inv": (torch.linalg.inv, upright),
+        "qr": (torch.linalg.qr, square),
+        "svd": (torch.linalg.svd, square),
+        "eigh": (torch.linalg.eigh, upright),
+        "group_norm": (lambda a: nn.functional.group_norm(a, 8), torch.randn(64, 512)),
+    }
+
+
+@pytest.mark.parametrize("name", _matrices())
+def test_what_linear_algebra_takes_for_itself_is_told(name: str) -> None:
+    function, given = _matrices()[name]
+    given.requires_grad_()
+    made = function(given)
+    ends = [one for one in (made if isinstance(made, tuple) else [made]) if one.requires_grad]
+
+    def backward() -> Any:
+        return torch.autograd.grad(ends[0], given, torch.ones_like(ends[0]), retain_graph=True)
+
+    for run in (lambda: function(given), backward):
+        run()
+        with Tally([given, *ends]) as tally:
+            run()
+        assert abs(taken(run) - tally.peak) <= given.nbytes // 5
+
+
+def test_of_a_matrix_exponential_it_is_told_what_is_enough_and_what_cannot_be_less() -> None:
+    """Its content says how long the series is."""
+    for scale in (1e-9, 1e-5, 1e-3, 1e-2, 1.0):
+        matrix = torch.randn(128, 128) * scale
+        with Tally([matrix]) as most:
+            torch.matrix_exp(matrix)
+        with Tally([matrix], least=True) as least:
+            torch.matrix_exp(matrix)
+        assert least.peak <= taken(lambda given=matrix: torch.matrix_exp(given)) <= most.peak + 4096  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("search", [None, "strong_wolfe"])
+@pytest.mark.parametrize(("iterations", "size"), [(1, 3), (2, 1), (4, 3), (5, 20)])
+def test_what_an_update_with_lbfgs_takes_is_told(iterations: int, size: int, search: str | None) -> None:
+    """In every step until it remembers all that it may; more, where a search ends early or takes the evaluations."""
+    parameters = [nn.Parameter(torch.randn(128, 64)) for _ in range(3)]
+    steep = [torch.linspace(1, 100, one.numel()).view_as(one) for one in parameters]
+    flat = sum(one.nbytes for one in parameters)
+    for one in parameters:
+        one.grad = torch.empty_like(one)
+    optimizer = torch.optim.LBFGS(
+        parameters, lr=1e-3, max_iter=iterations, history_size=size, line_search_fn=search, tolerance_change=0.0
+    )
+
+    def closure() -> float:
+        with torch.no_grad():
+            for one, factor in zip(parameters, steep, strict=True):
+                torch.mul(one, factor, out=one.grad)
+            return sum(float(torch.dot(one.grad.view(-1), one.view(-1))) for one in parameters if one.grad is not None)
+
+    for _ in range(4):
+        told = needs_of([optimizer])
+        now = taken(lambda: optimizer.step(closure))
+        assert (
+            0
+            <= told.state + told.working - now
+            <= (9 + 2 * iterations if search else 1) * flat + (2 * size + 1) * NUMBERS
+        )
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ from spillway.session.paging import UNINTERRUPTED, Paging
 from spillway.session.ranks import Agreement
 from spillway.session.tensor_session import report_of
 from spillway.session.updates import Arguments, before_update
-from spillway.session.watch import Seam, StepWatch
+from spillway.session.watch import SAMPLES, Seam, StepWatch
 from spillway.tiers.disk import DiskTier
 from spillway.tiers.transfer import Freed
 from spillway.units import Bytes, Seconds, format_bytes
@@ -614,6 +614,8 @@ class _Step(AbstractStep):
         self._trace: AbstractTrace | None = None
         self._optimized = self._updated = False
         """Whether an optimizer has begun, and whether it was granted what it needs."""
+        self._evaluates: torch.optim.Optimizer | None = None
+        """The one that is updating, and may call its closure again."""
         self._lost: str | None = None
         """What could not be put back, once that was tried."""
         self._updates: list[Kept] = []
@@ -828,7 +830,7 @@ class _Step(AbstractStep):
         if self._session._takes_shards:
             return None
         rise = recomputing(call, environment_of(self._session._model, self._session._generators), loss=loss)
-        return None if rise is None else rise + self.state
+        return None if rise is None else rise + rise // SAMPLES + self.state
 
     @property
     def under_way(self) -> Bytes:
@@ -836,7 +838,7 @@ class _Step(AbstractStep):
 
     @property
     def state(self) -> Bytes:
-        return self._session._needs_of_all().state
+        return self._session._needs_of_all().meanwhile
 
     @property
     def _missing(self) -> Bytes:
@@ -853,7 +855,7 @@ class _Step(AbstractStep):
     @property
     def update(self) -> Bytes:
         needs = self._session._needs_of_all()
-        return self._missing + needs.state + needs.working + LOSS
+        return self._missing + needs.state + needs.later + needs.working + LOSS
 
     def _decide(self, available: Bytes) -> tuple[Decision, Forecast | None, InputSize, bool]:
         decision, forecast, size, bypassed = self._decide_alone(available)
@@ -899,10 +901,15 @@ class _Step(AbstractStep):
         """An optimizer is about to change something."""
         self._optimized = True
         session, watch = self._session, self._watch
+        if watch is None and self._trace is not None and session._budget.limited and not self._guarded:
+            self._check_alone(self._trace, session._needs.of(optimizer))
         if watch is not None and session._budget.limited:
             needs, told = session._needs.of(optimizer), session._needs.tells(optimizer)
+            if told and self._evaluates is optimizer:
+                needs = Update()  # its closure ran again, and it was granted all that it needs
             try:
                 watch.optimizer_begins(needs, told=told or self._guarded)
+                self._evaluates = optimizer
             except BudgetInfeasible as refusal:
                 if session._needs.assumes(optimizer):
                     refusal.add_note(_assumption(optimizer, needs))
@@ -913,9 +920,22 @@ class _Step(AbstractStep):
                 self._forwards, self._watched = watch, (self._updates.pop(), session._budget.resident)
         self._updated = True
 
+    def _check_alone(self, trace: AbstractTrace, needs: Update) -> None:
+        """Of a step in which no block was heard of, as where `torch.func` calls the model."""
+        windows = trace.so_far()
+        if not windows:
+            return
+        peak = self._start + max(window.peak for window in windows)
+        update = self._start + windows[-1].level + needs.state + needs.working
+        needed = max(peak + needs.held, update)
+        if needed > self._session._budget.allowed:
+            smallest = max(peak + needs.meanwhile, update + needs.later)
+            raise self._session._budget.refusal(needed, "the step", 0, smallest, exact=True)
+
     @unheard_by_modes
     def optimizer_ended(self) -> None:
         """It has changed what it was to change."""
+        self._evaluates = None
         if self._watch is not None:
             self._watch.optimizer_ended()
         if self._watched is not None and self._session._paging is not None:
@@ -1117,7 +1137,7 @@ class _Step(AbstractStep):
         passes = watch.passes if watch is not None else []
         calls = [call for one in passes for call in one.calls]
         again = [call for call in calls if call.recomputes]
-        peak = watch.peak if watch is not None else self._start
+        peak = watch.peak if watch is not None else self._start + self._alone
         sent, bytes_out, bytes_in, room, data = (
             now - then for now, then in zip(session._transfers(), self._before, strict=True)
         )

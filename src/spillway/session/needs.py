@@ -17,7 +17,7 @@ from spillway.engines.blocks.extra_forward import is_the_models
 from spillway.engines.blocks.quiet import quiet
 from spillway.engines.blocks.reach import Reach, reach_of
 from spillway.engines.environment import Environment
-from spillway.engines.tensors.optimizers import Update, assumed, update_of
+from spillway.engines.tensors.optimizers import Update, assumed, grows, update_of
 from spillway.engines.tensors.tally import Tally
 from spillway.engines.tensors.twins import results_of, unseen, untouched, usual_loss, without_content
 from spillway.internals.interrupts import by_signal
@@ -58,12 +58,12 @@ class Needs:
     def of(self, optimizer: torch.optim.Optimizer) -> Update:
         """Of its next update."""
         told = self._told.get(kept_by(optimizer))
-        return told if told is not None else self._found(optimizer)
+        return told if told is not None and not grows(optimizer) else self._found(optimizer)
 
     @unseen()
     def _found(self, optimizer: torch.optim.Optimizer) -> Update:
         key = kept_by(optimizer)
-        if key not in self._told:
+        if key not in self._told or grows(optimizer):
             self._told[key] = update_of(optimizer)
         return self._told[key] or self._learned.get(key) or assumed(optimizer)
 
@@ -124,7 +124,7 @@ def _peak(
     try:
         with quiet(), reach.substituted(), untouched(model), around, grad_mode(enabled=trains):
             twin = _twin(call, fake)
-            tally = Tally()
+            tally = Tally(least=taught)
             with fake, BlockEngine(twin, call.engine.blocks, actions=lambda block, call: Action.RECOMPUTE) as engine:
                 if taught:
                     engine.learn_from(call.engine)

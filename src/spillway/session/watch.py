@@ -331,7 +331,6 @@ class StepWatch:
         smallest = level + least
         if torch.is_grad_enabled():
             rise = self._foresight.recomputing(call)
-            rise = None if rise is None else rise + rise // SAMPLES
             smallest += self._foresight.state
             if rise is None or 10 * (level + rise) > 11 * smallest:
                 return  # it depends on the loss what is enough: that is measured, and named before anything is updated
@@ -509,13 +508,15 @@ class StepWatch:
             peak = self._start + max(window.peak for window in windows)
             level = self._start + windows[-1].level
         update = level + needs.state + needs.working
-        if max(peak, update) <= self._budget.allowed and told:
+        most = max(peak + needs.held, update)
+        if most <= self._budget.allowed and told:
             return
         if peak <= self._budget.allowed and self._foresight.page_from_here():
             return
-        if max(peak, update) > self._budget.allowed:
-            # The next step begins with the state that this one adds.
-            self._refuse(max(peak, update), self._engine.begun, max(peak + needs.state, update), exact=bool(windows))
+        if most > self._budget.allowed:
+            # The next step begins with the state that this one adds, and so does a closure that is called again.
+            smallest = max(peak + needs.meanwhile, update + needs.later)
+            self._refuse(most, self._engine.begun, smallest, exact=bool(windows))
 
     def recomputing_again(self) -> Bytes | None:
         """What another forward like the latest needs above what is there now, if every block is recomputed."""

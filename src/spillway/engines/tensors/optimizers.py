@@ -26,6 +26,8 @@ TEMPORARIES: Final = 3
 """Temporaries as large as all parameters that it may have at once."""
 SINGLE: Final[Bytes] = 4
 """Bytes of an element of these, at least."""
+_SEARCHED: Final = 6
+"""Times that a line search of LBFGS has all numbers at most: parameters as they were, gradients of what it tried."""
 
 
 class Update(NamedTuple):
@@ -37,16 +39,24 @@ class Update(NamedTuple):
     """Temporaries, at most at once."""
     small: Bytes = 0
     """Of all state that is too small to leave, added or not."""
-    small_working: Bytes = 0
-    """Temporaries that are too small to leave, at most at once."""
     large: Bytes = 0
-    """What one op needs at once of what may leave."""
+    """What one op needs at once of what may leave, beside temporaries that are too small for that."""
+    later: Bytes = 0
+    """State that updates after it add."""
+    held: Bytes = 0
+    """What it has for itself when it calls its closure again, state that it adds included; 0 if it does not."""
+
+    @property
+    def meanwhile(self) -> Bytes:
+        """What there is of it, at most, beside a forward that comes within it or after it."""
+        return max(self.state, self.held) + self.later
 
     def beside(self, other: Update, *, times: int = 1, fresh: int = 1) -> Update:
         """Together with so many of another, of which so many have no state yet."""
         return Update(
             self.state + fresh * other.state, max(self.working, other.working), self.small + times * other.small,
-            max(self.small_working, other.small_working), max(self.large, other.large),
+            max(self.large, other.large), self.later + other.later,
+            max(self.held + fresh * other.state, self.state + other.held) if self.held or other.held else 0,
         )  # fmt: skip
 
 
@@ -55,6 +65,8 @@ def update_of(optimizer: torch.optim.Optimizer) -> Update | None:
     user's may, a counter or a random stream."""
     if not type(optimizer).__module__.startswith("torch.optim"):
         return None
+    if grows(optimizer):
+        return _of_lbfgs(optimizer)
     total = Update()
     try:
         for group in optimizer.param_groups:
@@ -64,6 +76,11 @@ def update_of(optimizer: torch.optim.Optimizer) -> Update | None:
             raise
         return None
     return total
+
+
+def grows(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it keeps more after every update: what the next one takes is told anew."""
+    return type(optimizer) is torch.optim.LBFGS
 
 
 def assumed(optimizer: torch.optim.Optimizer) -> Update:
@@ -77,6 +94,30 @@ def assumed(optimizer: torch.optim.Optimizer) -> Update:
     return Update(STATES * sum(new), working, small, large=STATES * max(sizes, default=0))
 
 
+def _of_lbfgs(optimizer: torch.optim.Optimizer) -> Update:
+    """It has all numbers in a row: as state twice for each direction that it remembers, and twice for the latest. How
+    many iterations a step takes, and where a line search stops, depends on losses: here at most."""
+    group = optimizer.param_groups[0]
+    flat = sum(local_of(one).numel() * one.element_size() for one in group["params"])
+    state = optimizer.state.get(group["params"][0], {})
+    begun, searches = "d" in state, group["line_search_fn"] is not None
+    missing = max(group["history_size"] - len(state.get("old_dirs", ())), 0)
+    iterations = max(min(group["max_iter"], group["max_eval"] - 1), 1)
+    again = group["max_iter"] > 1 or searches
+    pairs = min(missing, iterations - (not begun))
+    remembered = 2 * flat + 2 * NUMBERS
+    new = pairs * remembered + (not begun) * 2 * flat
+    # The gradient, its negative and, beside the latest direction, that of the step before.
+    hands = (1 + (iterations > 1 or begun) + begun) * flat
+    own = _SEARCHED + 1 if searches else 2 if iterations > 1 else int(again or not begun)
+    kept = group["history_size"] * (remembered if flat < SMALLEST_MOVABLE else 2 * NUMBERS)
+    return Update(
+        state=new, working=max(hands + own * flat, 3 * flat) + NUMBERS, small=kept, large=4 * flat,
+        later=(missing - pairs) * remembered + again * (3 * flat - hands),
+        held=again * (new + hands + searches * _SEARCHED * flat),
+    )  # fmt: skip
+
+
 def _of_group(optimizer: torch.optim.Optimizer, group: dict[str, Any], total: Update) -> Update:
     trained = [one for one in group["params"] if one.requires_grad]
     if group.get("foreach") or group.get("fused"):
@@ -85,18 +126,16 @@ def _of_group(optimizer: torch.optim.Optimizer, group: dict[str, Any], total: Up
     alike: dict[Any, list[torch.Tensor]] = defaultdict(list)
     for one in trained:
         alike[local_of(one).shape, one.dtype].append(one)
-    alone: dict[Any, Bytes] = {}
-    left: dict[Any, Bytes] = {}
-    for kind, several in alike.items():
-        fresh = sum(not optimizer.state.get(one) for one in several)
-        measured = _measured(optimizer, group, several[:1], new=fresh > 0)
-        total = total.beside(measured, times=len(several), fresh=fresh)
-        alone[kind] = measured.working
-        if len(trained) > 1:  # what it leaves to the next one: its names are given to others one by one
-            left[kind] = _measured(optimizer, group, several[:1] * 2, new=fresh > 0).working - measured.working
+    fresh = {kind: sum(not optimizer.state.get(one) for one in those) for kind, those in alike.items()}
+    for kind, those in alike.items():
+        measured = _measured(optimizer, group, those[:1], new=fresh[kind] > 0)
+        total = total.beside(measured, times=len(those), fresh=fresh[kind])
     kinds = [(local_of(one).shape, one.dtype) for one in trained]
-    for before, kind in pairwise(kinds):
-        total = total._replace(working=max(total.working, left[before] + alone[kind]))
+    places = {pair: place for place, pair in reversed([*enumerate(pairwise(kinds))])}
+    if places:  # names of one are given to the next, one by one
+        path = [trained[at] for at in sorted({at for place in places.values() for at in (place, place + 1)})]
+        several = _measured(optimizer, group, path, new=any(fresh.values()))
+        total = total._replace(working=max(total.working, several.working), large=max(total.large, several.large))
     return total
 
 
@@ -116,11 +155,10 @@ def _measured(
         with tally:
             tally.number = 1.0
             bare_step(twin)
-            state, small, tally.peak, tally.small_peak = tally.alive, tally.small, 0, 0
-            tally.large *= new
+            state, small, tally.peak = tally.alive, tally.small, 0
+            tally.largest *= new
             bare_step(twin)
             for kept in twin.state.values():
                 kept["step"] = kept.get("step", 0) + 1000
             bare_step(twin)
-    working, small_working = max(tally.peak - state, 0) + NUMBERS, max(tally.small_peak - small, 0)
-    return Update(state, working, small - given, small_working, tally.large)
+    return Update(state, max(tally.peak - state, 0) + NUMBERS, small - given, max(tally.largest - small, 0))

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast, final
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from spillway.engines.tensors.mutated_saves import allowed
 from spillway.engines.tensors.optimizers import Update, assumed, update_of
@@ -93,7 +93,7 @@ def smallest_budget(
     largest = max(
         error.needed,  # with what could not leave then
         engine.controller.counters.floor_bytes + engine.never_leaves(),
-        update.large + update.small_working + update.small + _small(models),
+        update.large + update.small + _small(models, batch),
         (probed or 0) + update.small + sum(one.nbytes for one in escaped),
     )
     reserved = engine.controller.budget.reserved
@@ -104,10 +104,12 @@ def smallest_budget(
     )  # fmt: skip
 
 
-def _small(models: Sequence[torch.nn.Module]) -> Bytes:
-    """Bytes of parameters and gradients that are too small to leave."""
-    parameters = [parameter for model in models for parameter in model.parameters()]
-    return sum(2 * p.nbytes for p in parameters if p.nbytes < SMALLEST_MOVABLE)
+def _small(models: Sequence[torch.nn.Module], batch: Any) -> Bytes:
+    """Bytes of parameters, gradients, buffers and tensors of the batch that are too small to leave."""
+    parameters = [one for model in models for one in model.parameters()]
+    others = [one for model in models for one in model.buffers()]
+    given = [one for one in tree_leaves(batch) if isinstance(one, torch.Tensor) and torch._C._has_storage(one)]
+    return sum(one.nbytes for one in (*parameters, *parameters, *others, *given) if one.nbytes < SMALLEST_MOVABLE)
 
 
 def _probe(models: Sequence[torch.nn.Module], batch: Any, calls: Sequence[Called]) -> Bytes | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, cast, final
 
@@ -23,6 +24,8 @@ from spillway.internals.private import storage_of
 from spillway.memory.ledger import SMALLEST_MOVABLE
 from spillway.units import Bytes
 
+_BLOCKED: Final = 32
+"""Columns that LAPACK works on at once."""
 _UNTOLD: Final = frozenset({"aten::mkldnn_rnn_layer"})
 """Ops whose last result is a workspace that fake tensors have no size of."""
 
@@ -83,6 +86,24 @@ def _in_blocks(query: torch.Tensor, key: torch.Tensor) -> tuple[int, int]:
     return min(256 if queries >= 768 else 64 if queries >= 192 else 32, queries), min(512, keys)
 
 
+def _of_matrix_exp(args: Sequence[Any], out: Any, alone: int = 12) -> Bytes:
+    """Of the longest of its series: five powers and as many sums of them, the matrix scaled and, where it is alone, a
+    copy of it. There its content says which series it is."""
+    matrix = args[0]
+    return (alone if matrix[..., 0, 0].numel() == 1 else 10) * int(matrix.nbytes)
+
+
+def _of_copies(args: Sequence[Any], out: Any, copies: int = 1, columns: int = _BLOCKED) -> Bytes:
+    """What LAPACK writes to is a copy; what it has besides grows with the rows."""
+    return copies * int(args[0].nbytes) + columns * int(args[0].shape[-1]) * int(args[0].itemsize)
+
+
+def _of_group_norm_backward(args: Sequence[Any], out: Any) -> Bytes:
+    """Two sums for each channel of each of a batch."""
+    x = args[1]
+    return 2 * max(4, x.itemsize) * int(x.shape[0]) * int(x.shape[1]) if x.device.type == "cpu" else 0
+
+
 def _shorter(query: torch.Tensor) -> Bytes:
     return query.itemsize if query.itemsize < 4 else 0
 
@@ -93,8 +114,15 @@ _WITHIN: Final[Mapping[str, Callable[[Sequence[Any], Any], Bytes]]] = MappingPro
         "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _of_attention_backward,
         "aten::convolution": within_convolution,
         "aten::convolution_backward": within_convolution_backward,
+        "aten::_linalg_eigh": partial(_of_copies, copies=2),
+        "aten::_linalg_svd": _of_copies,
+        "aten::linalg_householder_product": partial(_of_copies, copies=0),
+        "aten::linalg_inv_ex": partial(_of_copies, columns=1),
+        "aten::linalg_matrix_exp": _of_matrix_exp,
+        "aten::linalg_qr": partial(_of_copies, copies=0),
         "aten::native_batch_norm": _of_batch_norm,
         "aten::native_batch_norm_backward": _of_batch_norm_backward,
+        "aten::native_group_norm_backward": _of_group_norm_backward,
         "aten::mkldnn_rnn_layer": _of_rnn_layer,
         "aten::mkldnn_rnn_layer_backward": _of_rnn_layer_backward,
     }
@@ -102,29 +130,31 @@ _WITHIN: Final[Mapping[str, Callable[[Sequence[Any], Any], Bytes]]] = MappingPro
 """What kernels take for themselves beside their results, by positional arguments and results, as measured with torch
 2.13."""
 
+_AT_LEAST: Final[Mapping[str, Callable[[Sequence[Any], Any], Bytes]]] = MappingProxyType(
+    {**_WITHIN, "aten::linalg_matrix_exp": partial(_of_matrix_exp, alone=4)}
+)
+"""The same where content says how much it is, and none is known: what cannot be less."""
+
 
 @final
 class Tally(cast(Any, TorchDispatchMode)):  # type: ignore[misc]  # torch's class has no annotations
     """Adds up what ops read and create. What runs on content alone, such as the whole numbers of a tree, runs, as does
     what makes a tensor of one number; nothing is written that was not made in it. `there` are the tensors that are
-    there when it begins."""
+    there when it begins; `least` asks for what cannot be less, where content decides."""
 
     supports_higher_order_operators = True
 
-    def __init__(self, there: Iterable[torch.Tensor] = ()) -> None:
+    def __init__(self, there: Iterable[torch.Tensor] = (), *, least: bool = False) -> None:
         super().__init__()
+        self._within = _AT_LEAST if least else _WITHIN
         self.alive: Bytes = 0
         """Of what was made in it."""
         self.peak: Bytes = 0
         """The most of that, with what kernels take for themselves."""
         self.small: Bytes = 0
         """Of all that is alive and too small to leave."""
-        self.small_peak: Bytes = 0
-        """The most of that."""
-        self.large: Bytes = 0
-        """The most that one op reads and creates of what may leave."""
         self.largest: Bytes = 0
-        """The most of that together with what was too small to leave."""
+        """The most that one op reads and creates of what may leave, with what is too small for that."""
         self.number: float | None = None
         """What a tensor without content answers to who wants a number; None for an error."""
         self._known: dict[int, _Known] = {}
@@ -164,9 +194,9 @@ class Tally(cast(Any, TorchDispatchMode)):  # type: ignore[misc]  # torch's clas
         for storage in made:
             self._note(storage, made=True)
         at_once = self._at_once(func, args, given, out)
-        self.large, self.largest = max(self.large, at_once), max(self.largest, at_once + self.small)
-        within = _WITHIN[func._schema.name](args, out) if func._schema.name in _WITHIN else 0
-        self.peak, self.small_peak = max(self.peak, self.alive + within), max(self.small_peak, self.small)
+        self.largest = max(self.largest, at_once + self.small)
+        within = self._within[func._schema.name](args, out) if func._schema.name in _WITHIN else 0
+        self.peak = max(self.peak, self.alive + within)
         return out
 
     def hold(self, held: Iterable[Any]) -> None:
