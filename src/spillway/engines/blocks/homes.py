@@ -34,11 +34,12 @@ from spillway.units import Bytes
 
 _LOOKING: Final = (
     "spillway.engines.", "spillway.internals.", "spillway.memory.", "spillway.session.", "spillway.tiers.",
-    "torch.distributed.fsdp.",
+    "torch._dynamo.", "torch._functorch.", "torch._subclasses.", "torch.autograd.graph", "torch.distributed.fsdp.",
+    "torch.nn.modules.", "torch.serialization",
 )  # fmt: skip
 """Modules that look at storages and keep nothing by which they could write unseen."""
 _POINTERS: Final = ("data_ptr", "const_data_ptr")
-_PART: Final[Bytes] = 1 << 16
+_PART: Final[Bytes] = 1 << 14
 _of_torch: Final = cast(Any, torch._C.TensorBase)
 
 
