@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Final
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,9 @@ import spillway
 from spillway.engines.blocks.block_engine import BlockEngine
 from spillway.engines.environment import Environment
 from spillway.engines.tensors.probe import smallest_budget
+from spillway.engines.tensors.twins import without_content
 from spillway.errors import BudgetInfeasible
+from spillway.recording.recorder import fake_tensors
 from spillway.session import needs
 from spillway.session.needs import Call
 from spillway.session.tensor_session import TensorSession
@@ -204,3 +207,45 @@ def test_gradients_are_not_given_up_on_trial_where_there_is_room_for_them(monkey
     assert roomy >= least
     assert needs.least(call, Environment([], []), least - 1) == least
     assert ran == 5
+
+
+ADDRESSES: Final[dict[str, Callable[[Tensor], Any]]] = {
+    "of a tensor": lambda x: x.data_ptr(),
+    "of a storage": lambda x: x.untyped_storage().data_ptr(),
+    "in a capsule": lambda x: torch.from_dlpack(x.data),
+    "in an array": lambda x: numpy.from_dlpack(x.data),
+}
+
+
+@pytest.mark.parametrize("asked", ADDRESSES)
+def test_addresses_of_what_has_no_content_are_not_handed_out(asked: str) -> None:
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    twin = without_content(nn.Linear(32, 32), fake)
+    with fake_tensors() as recording:
+        recorded = recording.from_tensor(torch.zeros(32))
+    with fake:
+        made = twin(torch.ones(1, 32)).detach()
+    for one in (twin.weight.detach(), made, recorded):
+        with pytest.raises((RuntimeError, BufferError)):
+            ADDRESSES[asked](one)
+
+
+@pytest.mark.parametrize("method", ["lru", "auto"])
+def test_a_refusal_where_bytes_are_written_through_a_capsule_ends_in_what_is_needed_at_least(method: str) -> None:
+    class Writing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x).tanh()
+                torch.from_dlpack(x.detach()).mul_(0.5)
+                x = x * 2
+            return x
+
+    model = Writing()
+    with spillway.manage(model, torch.optim.SGD(model.parameters()), budget="1MiB", method=method) as memory:
+        x = torch.randn(2048, 64)
+        with pytest.raises(BudgetInfeasible, match="or more"), memory.step(x):
+            model(x).square().mean().backward()

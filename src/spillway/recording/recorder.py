@@ -69,6 +69,7 @@ def fake_tensors() -> Iterator[FakeTensorMode]:
     """
     try:
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            cast(Any, mode)._allow_unsafe_data_ptr_access = False  # it is null
             yield mode
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise UsageError(

@@ -146,8 +146,10 @@ def _functions_unseen() -> Iterator[None]:
 def without_content(model: torch.nn.Module, fake: FakeTensorMode) -> torch.nn.Module:
     """A copy of the model on fake tensors, whose modules are called without hooks, be they their own or global.
 
-    What a forward does to a model (counters, buffers) must not happen to the user's.
+    What a forward does to a model (counters, buffers) must not happen to the user's. The addresses of these tensors are
+    null, and whoever asks for one gets an error.
     """
+    cast(Any, fake)._allow_unsafe_data_ptr_access = False
     with FakeCopyMode(fake):
         twin = copy.deepcopy(model)
     for module in twin.modules():
