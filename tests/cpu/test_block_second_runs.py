@@ -13,12 +13,10 @@ import numpy
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 from torch.utils.checkpoint import checkpoint
 
-import spillway
 from spillway.engines.blocks.block import CallReport
 from spillway.engines.blocks.block_engine import BlockEngine
 from spillway.engines.blocks.containers import freeze, thaw
@@ -344,69 +342,6 @@ def test_what_python_code_attaches_to_an_argument() -> None:
         return result  # type: ignore[no-any-return]
 
     assert_recomputed_as_plain(Chain(*[block_of(computes) for _ in range(3)]))
-
-
-@pytest.mark.parametrize("action", [Action.RECOMPUTE, Action.RECOMPUTE_OFFLOADED, Action.SELECTIVE])
-def test_what_is_attached_to_an_argument_is_held_if_the_block_reads_it(action: Action) -> None:
-    def ignores(block: Functional, x: Any) -> Tensor:
-        return block.one(x).tanh()
-
-    def reads(block: Functional, x: Any) -> Tensor:
-        return block.one(x + x.mask[0][: len(x)]).tanh()  # nothing of it is saved
-
-    def loss_of(model: nn.Module, x: Tensor) -> Tensor:
-        loss = mean_square(model, x)
-        held.append([index for index, mask in enumerate(masks) if not mask.expired()])
-        masks.clear()
-        return loss
-
-    def make(x: Tensor) -> tuple[Any, ...]:
-        given: Any = x.clone()
-        given.mask = [torch.rand(1 << 12, WIDTH), {"n": 1}]
-        masks.append(StorageWeakRef(given.mask[0].untyped_storage()))
-        return (given,)
-
-    masks: list[Any] = []
-    held: list[list[int]] = []
-    model = Giving(make, block_of(ignores), block_of(reads), block_of(ignores))
-    plain, again = trained(model, None, loss_of), trained(model, action, loss_of)
-    assert [difference(a, b) for a, b in zip(plain.states, again.states, strict=True)] == [None] * 3
-    assert held[4:] == [[1]] * 2  # what is not known yet is copied in the first step
-    assert not hasattr(torch.Tensor, "mask")
-    assert "mask" not in vars(torch.Tensor)
-
-
-def test_what_is_attached_and_was_not_seen_to_be_read_is_not_read_again_without_a_word() -> None:
-    def looks_inside(block: Functional, x: Any) -> Tensor:
-        return block.one(x + vars(x)["mask"]).tanh()
-
-    def make(x: Tensor) -> tuple[Any, ...]:
-        given: Any = x.clone()
-        given.mask = torch.rand(WIDTH)
-        return (given,)
-
-    with pytest.raises(RecomputeError, match="was not seen to be read"):
-        trained(Giving(make, block_of(looks_inside)), Action.RECOMPUTE)
-
-
-def test_blocks_with_a_mask_attached_that_nobody_reads_keep_a_small_budget() -> None:
-    def computes(block: Functional, x: Any) -> Tensor:
-        return block.one(x).tanh()
-
-    def make(x: Tensor) -> tuple[Any, ...]:
-        given: Any = x.clone()
-        given.mask = torch.zeros(1 << 18)
-        return (given,)
-
-    model = Giving(make, *[block_of(computes) for _ in range(6)])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with spillway.manage(model, optimizer, budget="3.5MiB", method="checkpoint") as memory:
-        for _ in range(3):
-            with memory.step(x := torch.randn(512, WIDTH)):
-                mean_square(model, x).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-    assert max(report.peak_bytes for report in memory.history) <= 3.5 * (1 << 20)
 
 
 def test_containers_that_a_block_holds_and_changes() -> None:

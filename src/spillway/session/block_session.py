@@ -884,7 +884,7 @@ class _Step(AbstractStep):
             there = [local_of(one).nbytes for one in self._session._gradients if one.layout is torch.strided]
             available -= max(there, default=0)
         missed = self._session._paging.missed(self._entered[1:]) if self._session._paging is not None else 0
-        available -= missed + self._session._under_way
+        available -= missed + self._session._under_way + self._session._needs_of_all().held
         began = time.perf_counter()
         decision = method.begin(self._size, available)
         self._session._planner = method

@@ -466,7 +466,9 @@ class BlockEngine:
                 if not self.closed:
                     check_still(self._fronts[block.name], block.name)
                 block.calls = 0
-            self._know_what_is_written()
+            if self._runtime.homes.notes:
+                self._know_what_is_written()
+            self._runtime.homes.open = True
             self._reports, self._calls = [], {}
             self._first = _FirstForwards()
             self._runtime.begin_step()
@@ -482,11 +484,10 @@ class BlockEngine:
     @unheard_by_modes
     def _know_what_is_written(self) -> None:
         """Of the forward before, which may be given up yet: aliases of what nobody asks for are forgotten."""
-        homes = self._runtime.homes
-        for call in [held() for held in self._calls.values()] if homes.notes else ():
+        for call in [held() for held in self._calls.values()]:
             if call is not None:
                 call.locate(ended=False)
-        homes.begin()
+        self._runtime.homes.begin()
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         self.begin_forward(args, kwargs)

@@ -34,11 +34,10 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor
 
-from spillway.engines.blocks.attached import UNREAD, Read, may_be_watched, reading
 from spillway.engines.blocks.block import Block, CallReport, collectives_begun
 from spillway.engines.blocks.compiled_blocks import CompiledHook
 from spillway.engines.blocks.compress import Compressor
-from spillway.engines.blocks.containers import freeze, frozen_in, tensors, thaw
+from spillway.engines.blocks.containers import freeze, tensors, thaw
 from spillway.engines.blocks.fingerprints import first_changed, remember_some
 from spillway.engines.blocks.functorch_hooks import Packing
 from spillway.engines.blocks.homes import Homes
@@ -299,11 +298,8 @@ class BlockCall:
             self.selection = Selection(self.number, self.block.overwritten, self.runtime.homes)
         mode = Keeping(self.selection) if self.selection is not None else contextlib.nullcontext()
         begun = collectives_begun()
-        names = self._attached()
-        reads = reading(names) if names else contextlib.nullcontext(set[Read]())
-        with Packing(self._pack, _unpack), self.runtime.inside(self), mode, reads as read:
+        with Packing(self._pack, _unpack), self.runtime.inside(self), mode:
             output = heard(self.block.forward, *args, **kwargs)
-        self._forget_unread(names, read)
         if isinstance(mode, Keeping) and mode.left:
             self.selection = None
         self.block.has_begun(collectives_begun() - begun)
@@ -321,23 +317,6 @@ class BlockCall:
             return found[-1]
 
         self.frozen, self._found = freeze((args, kwargs), make), found
-
-    def _attached(self) -> set[str]:
-        """Names of what is attached to arguments, as far as it can be seen whether the block reads it."""
-        names = {name for frozen in self._found if frozen.attributes for name in frozen.attributes}
-        return set() if self.block.compiled else {name for name in names if may_be_watched(name)}
-
-    def _forget_unread(self, names: set[str], read: set[Read]) -> None:
-        """Of what is attached to arguments, only what the first run has read is held for another."""
-        if not names:
-            return
-        for frozen in self._found:
-            unread = {name for name in frozen.attributes.keys() & names if (frozen.of, name) not in read}
-            frozen.attributes |= dict.fromkeys(unread, UNREAD)
-        left = {id(frozen) for frozen in frozen_in(self.frozen)}
-        for frozen in self._found:
-            if id(frozen) not in left:
-                frozen.forget()
 
     def _to_copy(self, number: int, tensor: Tensor) -> bool:
         """Rule 2: an argument is copied if the block, or who comes after it, may write to it."""
@@ -462,18 +441,17 @@ class BlockCall:
     def revoke(self) -> Bytes:
         """Let go of all that autograd saved inside, if the block can run again; how many bytes that frees.
 
-        Those of arguments and results are not counted: somebody else holds them.
+        Not counted are those of arguments and results, which somebody else holds, and what is held for who may write
+        there unseen.
         """
         if not self.ended or self.block.gathers or self._is_wanted() or not self._holds() or not self._may_go():
             return 0
         shared = self._shared_with_others()
-        freed = sum(
-            nbytes for call in self._family() for key, nbytes in storages(call._living()).items() if key not in shared
-        )
-        if self.selection is not None:
-            freed += self.selection.nbytes(shared)
+        freed = {key: nbytes for call in self._family() for key, nbytes in storages(call._living()).items()}
+        beside = self.selection.nbytes(shared) if self.selection is not None else 0
         self._let_go()
-        return freed
+        shared |= self.runtime.homes.held()
+        return beside + sum(nbytes for key, nbytes in freed.items() if key not in shared)
 
     def send_input(self) -> Bytes:
         """Let what the second run is called with wait elsewhere after all, where nobody else holds it and other calls

@@ -58,20 +58,6 @@ def tensors(value: Any) -> list[Tensor]:
     return found
 
 
-def frozen_in(value: Any) -> list[FrozenTensor]:
-    """All that `freeze` made, but for what is attached to what is not among them any more."""
-    found: dict[int, FrozenTensor] = {}
-
-    def note(frozen: FrozenTensor) -> FrozenTensor:
-        if id(frozen) not in found:
-            found[id(frozen)] = frozen
-            _Walk(FrozenTensor, note).rebuilt(frozen.attributes)
-        return frozen
-
-    _Walk(FrozenTensor, note).rebuilt(value)
-    return list(found.values())
-
-
 class _Walk:
     """Rebuilds a structure with `leaf(x)` in place of every x of a kind; what is met twice is rebuilt once."""
 

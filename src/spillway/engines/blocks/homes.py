@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from spillway.engines.tensors.torch_patches import METHODS, NOTING, WhileOpen
+from spillway.engines.tensors.torch_patches import METHODS, NOTING, WhileOpen, take_away
 from spillway.internals.private import bytes_over, counted_storage, grad_mode, owners, unheard_by_modes
 from spillway.internals.private import storage_address as address
 from spillway.units import Bytes
@@ -39,6 +39,8 @@ _LOOKING: Final = (
 )  # fmt: skip
 """Modules that look at storages and keep nothing by which they could write unseen."""
 _POINTERS: Final = ("data_ptr", "const_data_ptr")
+_OF_STORAGES: Final = ("__setitem__", "fill_", "copy_", "byteswap", "data_ptr")
+"""Methods of theirs that write, or tell where."""
 _PART: Final[Bytes] = 1 << 14
 _of_torch: Final = cast(Any, torch._C.TensorBase)
 
@@ -86,8 +88,11 @@ class Home:
 
     def get(self) -> torch.UntypedStorage | None:
         """The storage, if it is there, with all its bytes."""
-        storage: torch.UntypedStorage | None = cast(Any, torch.UntypedStorage)._new_with_weak_ptr(self._weak.cdata)
+        storage = self._there()
         return storage if storage is not None and storage.nbytes() == self._nbytes else None
+
+    def _there(self) -> torch.UntypedStorage | None:
+        return cast("torch.UntypedStorage | None", cast(Any, torch.UntypedStorage)._new_with_weak_ptr(self._weak.cdata))
 
     def watch(self) -> int:
         """Somebody looks from here on; `writes` now."""
@@ -148,9 +153,11 @@ class Home:
 
     def _digest_now(self) -> bytes | None:
         """By ops, since bytes of a watched step may be elsewhere."""
-        storage = self.get()
+        storage = self._there()
         if storage is None:
             return self._digest
+        if storage.nbytes() != self._nbytes:
+            return b"of another size"
         found = hashlib.blake2b(digest_size=16)
         with grad_mode(enabled=False):
             whole = bytes_over(storage)
@@ -202,7 +209,7 @@ class Homes:
 
     def begin(self) -> None:
         """A forward begins: what nobody has asked for since the one before nobody will."""
-        self._young, self.notes, self.open = {}, 0, True
+        self._young, self.notes = {}, 0
         self.settle()
 
     def goes_on(self) -> None:
@@ -218,8 +225,13 @@ class Homes:
     def settle(self) -> None:
         """At a seam: what is held and was not written to is let go of where nobody else has it."""
         if self._suspects:
-            homes = ((one, one()) for one in self._suspects)
-            self._suspects = [one for one, home in homes if home is not None and not home.settle()]
+            suspects, self._suspects = self._suspects, []  # other threads add to them
+            homes = ((one, one()) for one in suspects)
+            self._suspects += [one for one, home in homes if home is not None and not home.settle()]
+
+    def held(self) -> set[int]:
+        """The addresses of storages that are held for who may write to them."""
+        return {key for key, home in [*self._known.items()] if home.held} if self._suspects else set()
 
     def claim(self, storage: torch.UntypedStorage, *, ended: bool) -> Home:
         """The home of what somebody will want at the backward, see there."""
@@ -235,7 +247,7 @@ class Homes:
             return
         if isinstance(thing, torch.UntypedStorage):
             key = thing._cdata
-        elif type(thing) in (Tensor, nn.Parameter) and torch._C._has_storage(thing):
+        elif type(thing) in (Tensor, nn.Parameter) and torch._C._has_storage(thing) and not thing.is_nested:
             key = address(thing)
         else:
             return
@@ -275,42 +287,63 @@ def _gone(reference: weakref.ref[Homes]) -> None:
         NOTING.remove(reference)
 
 
-def _tell(tensor: Tensor, alias: Tensor) -> None:
-    for reference in NOTING:
+def _tell(tensor: Tensor | torch.UntypedStorage, alias: Tensor) -> None:
+    for reference in tuple(NOTING):
         if (homes := reference()) is not None:
             homes.noticed(tensor, alias=alias)
 
 
-def _get_data(tensor: Tensor) -> Tensor:
-    data: Tensor = _of_torch.data.__get__(tensor)
-    if type(tensor) is not nn.Parameter:
-        _tell(tensor, data)
-    return data
-
-
-def _set_data(tensor: Tensor, data: Tensor) -> None:
-    _of_torch.data.__set__(tensor, data)
-    if type(data) is not nn.Parameter:
-        _tell(data, tensor)
-
-
-def _set_to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    result: Tensor = _of_torch.set_(tensor, *args, **kwargs)
-    source = args[0] if args else kwargs.get("source")
-    if isinstance(source, Tensor):
-        _tell(source, tensor)
-    return result
-
-
 def _install() -> None:
+    """Around what stands there, which may be somebody's own."""
     tensors: Any = torch.Tensor
-    tensors.data = property(_get_data, _set_data, _of_torch.data.__delete__)
-    tensors.set_ = _set_to
+    data, set_ = tensors.data, tensors.set_
+
+    def read(tensor: Tensor) -> Tensor:
+        alias: Tensor = data.__get__(tensor)
+        if type(tensor) is not nn.Parameter:
+            _tell(tensor, alias)
+        return alias
+
+    def put(tensor: Tensor, other: Tensor) -> None:
+        data.__set__(tensor, other)
+        if type(other) is not nn.Parameter:
+            _tell(other, tensor)
+
+    @functools.wraps(set_)
+    def put_over(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        result: Tensor = set_(tensor, *args, **kwargs)
+        source = args[0] if args else kwargs.get("source")
+        source = getattr(source, "_untyped_storage", source)
+        if isinstance(source, Tensor | torch.UntypedStorage):
+            _tell(source, tensor)
+        return result
+
+    tensors.data = _Data(read, put, data.__delete__)
+    tensors.data.__wrapped__ = data
+    tensors.set_ = put_over
+    for name in _OF_STORAGES:
+        setattr(torch.UntypedStorage, name, _telling(getattr(torch.UntypedStorage, name)))
+
+
+@final
+class _Data(property):
+    """With a place for what it stands around."""
+
+
+def _telling(original: Any) -> Any:
+    @functools.wraps(original)
+    def method(storage: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
+        for reference in tuple(NOTING):
+            if (homes := reference()) is not None:
+                homes.noticed(storage, original.__name__)
+        return original(storage, *args, **kwargs)
+
+    return method
 
 
 def _uninstall() -> None:
-    for name in vars(torch.Tensor).keys() & {"data", "set_"}:
-        delattr(torch.Tensor, name)
+    take_away(torch.Tensor, ("data", "set_"))
+    take_away(torch.UntypedStorage, _OF_STORAGES)
 
 
 ALIASES: Final = WhileOpen(_install, _uninstall)

@@ -60,14 +60,13 @@ class FrozenTensor:
     """
 
     __slots__ = (
-        "alias", "attributes", "copied", "home", "key", "mark", "nbytes", "needs_grad", "of", "origin", "spilled",
+        "alias", "attributes", "copied", "home", "key", "mark", "nbytes", "needs_grad", "origin", "spilled",
         "version", "witness", "written",
     )  # fmt: skip
 
     def __init__(
         self, tensor: Tensor, copies: dict[int, torch.UntypedStorage] | None, homes: Homes | None = None
     ) -> None:
-        self.of = id(tensor)
         self.needs_grad = tensor.requires_grad
         whole = torch._C._has_storage(tensor)
         self.key = address(tensor) if whole else None
@@ -118,12 +117,6 @@ class FrozenTensor:
         if self.alias is not None and self.witness is self.alias:
             self.witness = empty_witness(self.alias)
         self.alias = None
-
-    def forget(self) -> None:
-        """Nobody will ask for it again, and what becomes of the argument does not matter."""
-        self.witness = self.alias = torch.empty(0)
-        self.let_go()
-        self.key, self.home, self.nbytes, self.version, self.needs_grad = None, None, 0, 0, False
 
     def come_back(self) -> None:
         """Hold the bytes again."""

@@ -114,7 +114,7 @@ def _of_lbfgs(optimizer: torch.optim.Optimizer) -> Update:
     return Update(
         state=new, working=max(hands + own * flat, 3 * flat) + NUMBERS, small=kept, large=4 * flat,
         later=(missing - pairs) * remembered + again * (3 * flat - hands),
-        held=again * (new + hands + searches * _SEARCHED * flat),
+        held=again * (new + hands + searches * _SEARCHED * flat + NUMBERS),
     )  # fmt: skip
 
 

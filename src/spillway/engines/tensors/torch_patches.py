@@ -38,11 +38,10 @@ BY_ADDRESS: Final = (
 )  # fmt: skip
 """They hand out the address, which somebody may keep."""
 
-READING: Final = ("tolist", "__repr__", "__format__", "__reduce_ex__", "__deepcopy__")
-"""They read the bytes."""
-
-OF_THE_STORAGE: Final = ("untyped_storage", "_typed_storage", "storage")
-"""They hand out a storage object that reads the bytes later, or writes them."""
+READING: Final = (
+    "tolist", "__repr__", "__format__", "__reduce_ex__", "__deepcopy__", "untyped_storage", "_typed_storage", "storage",
+)  # fmt: skip
+"""They read the bytes, or hand out a storage object that reads them later."""
 
 RESIZING: Final = ("resize_", "resize_as_")
 """They want memory that can be given another size, which only bytes in torch's own memory are."""
@@ -150,7 +149,7 @@ def _install() -> None:
 
 
 def _install_methods() -> None:
-    for name in (*BY_ADDRESS, *READING, *OF_THE_STORAGE, *RESIZING):
+    for name in (*BY_ADDRESS, *READING, *RESIZING):
         _replace(torch.Tensor, name)
     for name in OF_STORAGES:
         _replace(torch.UntypedStorage, name)
@@ -187,17 +186,18 @@ def _uninstall() -> None:
                 wrapper = vars(owner).get(name)
                 if hasattr(wrapper, "__wrapped__"):
                     setattr(owner, name, wrapper.__wrapped__)
-    _take_away(torch.UntypedStorage, ("resize_", "clone"))
+    take_away(torch.UntypedStorage, ("resize_", "clone"))
 
 
 def _uninstall_methods() -> None:
     for module in MODULES:
         module.to_dlpack = getattr(module.to_dlpack, "__wrapped__", module.to_dlpack)
-    _take_away(torch.Tensor, (*BY_ADDRESS, *READING, *OF_THE_STORAGE, *RESIZING))
-    _take_away(torch.UntypedStorage, OF_STORAGES)
+    take_away(torch.Tensor, (*BY_ADDRESS, *READING, *RESIZING))
+    take_away(torch.UntypedStorage, OF_STORAGES)
 
 
-def _take_away(owner: Any, names: Sequence[str]) -> None:
+def take_away(owner: Any, names: Sequence[str]) -> None:
+    """What stands around others, if it stands there still: those come back."""
     for name in names:
         original = getattr(owner.__dict__.get(name), "__wrapped__", None)
         if original is None:
@@ -217,8 +217,6 @@ _open: Final = PATCHES.engines
 
 
 def _telling(original: Any, *, by_address: bool, resizing: bool) -> Any:
-    hands_out = by_address or original.__name__ in OF_THE_STORAGE
-
     @functools.wraps(original)
     def method(self: torch.Tensor | torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
         for engine in tuple(_open) if len(_open) else ():
@@ -226,7 +224,7 @@ def _telling(original: Any, *, by_address: bool, resizing: bool) -> Any:
                 engine.ensure_resident(cast(torch.Tensor, self))
             else:
                 engine.reveal(self, by_address=by_address)
-        for reference in NOTING if hands_out else ():
+        for reference in tuple(NOTING) if by_address else ():
             if (noting := reference()) is not None:
                 noting.noticed(self, original.__name__)
         return original(self, *args, **kwargs)
