@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 from collections.abc import Callable
@@ -159,6 +160,42 @@ def test_sessions_keep_their_budget_and_what_is_written_unseen(method: str, name
     managed, memory = losses("4.25MiB")
     assert managed == plain
     assert max(report.peak_bytes for report in memory.history) <= 4.25 * (1 << 20)
+
+
+class _OnItsArgument(nn.Module):
+    def __init__(self, make: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.one, self.two, self.make = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), make
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.one(x).tanh()
+        write(self.make(x))
+        return self.two(y).tanh() + x
+
+
+@pytest.mark.parametrize("name", ALIASES)
+@pytest.mark.parametrize("method", ["checkpoint", "auto", "mimose"])
+def test_what_a_block_writes_unseen_to_its_argument_is_written_once(method: str, name: str) -> None:
+    """By an extra forward of the first step as well, which is put back."""
+
+    def states(*, managed: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(_OnItsArgument(ALIASES[name]) for _ in range(3)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        memory = spillway.manage(model, optimizer, budget="1GiB", method=method) if managed else None
+        found: list[Tensor] = []
+        for number in range(3):
+            x = torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(number))
+            with memory.step(x) if memory is not None else contextlib.nullcontext():
+                mean_square(model, x).backward()
+                found += [x, *(one.grad.clone() for one in model.parameters() if one.grad is not None)]
+                optimizer.step()
+                optimizer.zero_grad()
+        if memory is not None:
+            memory.close()
+        return found
+
+    assert all(map(torch.equal, states(managed=True), states(managed=False)))
 
 
 def test_what_is_only_looked_at_is_not_kept() -> None:

@@ -3,14 +3,17 @@
 NOTE [Undone]. What a forward changes is put back: random streams and flags (`Environment`), what Python code can reach
 (`Reach`), and the bytes of every tensor that was there before. Of these nobody knows beforehand which will be written
 to, and copies of all would not fit. So the ops of the extra forward are watched, and the bytes of a storage are copied
-before the first op that writes to it, unless it was made since the run began. Under the mode that watches them some
+before the first op that writes to it, or an array or an address of it is handed out, unless it was made since the run
+began. Under the mode that watches them some
 ops take other formulas; of this run nobody uses the numbers.
 """
 
 from __future__ import annotations
 
 import contextlib
+import threading
 import traceback
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, cast, final
 
@@ -22,12 +25,14 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils._pytree import tree_leaves
 
 from spillway.engines.blocks.containers import rebuilt, tensors
+from spillway.engines.blocks.homes import ALIASES, only_looks
 from spillway.engines.blocks.iterators import CannotCopyError
 from spillway.engines.blocks.quiet import quiet
 from spillway.engines.blocks.reach import Reach, reach_of
 from spillway.engines.blocks.saved import over
 from spillway.engines.environment import Environment
 from spillway.engines.tensors.torch_compile import asked_before
+from spillway.engines.tensors.torch_patches import METHODS, NOTING
 from spillway.engines.tensors.twins import nobody_warned
 from spillway.internals.private import Place, function_modes, grad_mode, unheard_by_modes
 from spillway.internals.private import storage_address as address
@@ -84,8 +89,24 @@ def undone(
             stack.callback(register_module_forward_pre_hook(_prepared).remove)
         stack.enter_context(grad_mode(enabled=True))
         alone = rebuilt((args, kwargs), _without_graph)
+        stack.enter_context(_told(seen))
         stack.enter_context(seen)
         yield alone
+
+
+@contextlib.contextmanager
+def _told(seen: Seen) -> Iterator[None]:
+    """It is told of what may write without an op."""
+    reference = weakref.ref(seen)
+    METHODS.add(seen)
+    ALIASES.add(seen)
+    NOTING.append(reference)
+    try:
+        yield
+    finally:
+        NOTING.remove(reference)
+        ALIASES.remove(seen)
+        METHODS.remove(seen)
 
 
 def _prepared(module: nn.Module, _: Any) -> None:
@@ -127,9 +148,12 @@ class Seen(cast(Any, TorchDispatchMode)):  # type: ignore[misc]  # torch's class
 
     def __init__(self) -> None:
         super().__init__()
+        self._thread, self._copying = threading.get_ident(), False
         self._made: dict[int, tuple[Any, Bytes]] = {}
         """Weak references to the storages of results, by address, with their bytes: one that died is not taken for what
         is there now."""
+        self._begins: dict[int, int] = {}
+        """The same addresses by where the bytes begin: what is made of an address is another storage over these."""
         self._copies: dict[int, tuple[torch.UntypedStorage, Any]] = {}
         self._versions: list[tuple[Tensor, int]] = []
         self._places: list[tuple[Tensor, Place]] = []
@@ -137,29 +161,54 @@ class Seen(cast(Any, TorchDispatchMode)):  # type: ignore[misc]  # torch's class
     @unheard_by_modes
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self._copying:
+            return func(*args, **kwargs)
         for tensor in _written(func, args, kwargs):
             for part in _parts(tensor):
                 self._before(part)
         given = {address(part) for tensor in _tensors((args, kwargs)) for part in _parts(tensor)}
+        given |= {one._cdata for one in tree_leaves((args, kwargs)) if isinstance(one, torch.UntypedStorage)}
         result = func(*args, **kwargs)
         for tensor in _tensors(result):
             for part in _parts(tensor):
                 if address(part) not in given:
                     storage = part.untyped_storage()
                     self._made[address(part)] = cast(Any, StorageWeakRef)(storage), storage.nbytes()
+                    self._begins[_begin(storage)] = address(part)
         return result
 
+    def noticed(self, thing: Tensor | torch.UntypedStorage, name: str = "", alias: Tensor | None = None) -> None:
+        """Somebody is about to have what writes to it without an op, such as an array; an `alias` needs one."""
+        if not (alias is not None or self._copying or threading.get_ident() != self._thread or only_looks()):
+            self._before_all(thing)
+
+    @unheard_by_modes
+    def _before_all(self, thing: Tensor | torch.UntypedStorage) -> None:
+        if not isinstance(thing, torch.UntypedStorage):
+            for part in _parts(thing):
+                self._before(part)
+        elif not self._is_there(thing._cdata) and thing.device.type != "meta":
+            self._copy(thing._cdata, thing)
+
     def _before(self, tensor: Tensor) -> None:
-        key = address(tensor)
-        if self._is_there(key):
+        key, storage = address(tensor), tensor.untyped_storage()
+        begin = _begin(storage)
+        if self._is_there(key) or (begin and self._is_there(self._begins.get(begin, 0))):
             return
         if not tensor.is_inference():
             self._versions.append((tensor, tensor._version))  # an alias made here would have a counter of its own
         if (place := Place.of(tensor)) is not None:
             self._places.append((tensor, place))
-        if key not in self._copies:
-            storage = tensor.untyped_storage()
+        self._copy(key, storage)
+
+    def _copy(self, key: int, storage: torch.UntypedStorage) -> None:
+        if key in self._copies:
+            return
+        self._copying = True  # which writes to a storage
+        try:
             self._copies[key] = storage, cast(Any, storage).clone()
+        finally:
+            self._copying = False
 
     def _is_there(self, key: int) -> bool:
         """Whether a storage was made since the run began, and is there."""
@@ -183,6 +232,14 @@ class Seen(cast(Any, TorchDispatchMode)):  # type: ignore[misc]  # torch's class
             place.put_back(tensor)
         for tensor, version in reversed(self._versions):
             torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+
+
+def _begin(storage: torch.UntypedStorage) -> int:
+    """Where its bytes begin; 0 of one without any."""
+    try:
+        return storage.data_ptr()
+    except RuntimeError:  # of a tensor of tensors, which `torch.func` makes
+        return 0
 
 
 def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:

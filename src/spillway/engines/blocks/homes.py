@@ -251,7 +251,7 @@ class Homes:
             key = address(thing)
         else:
             return
-        if (self.open or self.knows(key)) and not _only_looks():
+        if (self.open or self.knows(key)) and not only_looks():
             self._note(thing, alias, by_address=name in _POINTERS)
 
     @unheard_by_modes
@@ -273,7 +273,8 @@ class Homes:
             self._suspects.append(weakref.ref(home))
 
 
-def _only_looks() -> bool:
+def only_looks() -> bool:
+    """Whether it is ours or torch's own that asks, of two calls before, and keeps nothing."""
     frame = sys._getframe(2)
     while frame.f_globals.get("__name__") in (__name__, METHODS.__module__):
         if frame.f_back is None:
