@@ -107,6 +107,16 @@ def test_unusual_weights_optimizers_and_gradients_are_counted(seed: int) -> None
     assert isinstance(block_refusal_cases.trained(seed, "checkpoint", less), BudgetInfeasible)
 
 
+@pytest.mark.parametrize(
+    ("method", "budget"), [("checkpoint", 4_811_028), ("mimose", 1_000_000), ("mimose", 5_773_234)]
+)
+def test_a_closure_that_is_called_again_has_room_beside_what_its_optimizer_holds(method: str, budget: int) -> None:
+    """And beside the loss of its first call."""
+    refusal = block_refusal_cases.trained(2024, method, budget)
+    assert isinstance(refusal, BudgetInfeasible)
+    assert isinstance(block_refusal_cases.trained(2024, method, refusal.smallest_budget), int)
+
+
 class Counts(nn.Module):
     """Its forward writes to its batch of whole numbers, and a part of it that stands in no list of modules is shared by
     every copy."""

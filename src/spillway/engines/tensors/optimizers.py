@@ -48,8 +48,9 @@ class Update(NamedTuple):
 
     @property
     def meanwhile(self) -> Bytes:
-        """What there is of it, at most, beside a forward that comes within it or after it."""
-        return max(self.state, self.held) + self.later
+        """What there is of it, at most, beside a forward that comes within it or after it: with it also the loss of the
+        one before."""
+        return max(self.state, self.held) + self.later + NUMBERS * (self.held > 0)
 
     def beside(self, other: Update, *, times: int = 1, fresh: int = 1) -> Update:
         """Together with so many of another, of which so many have no state yet."""
@@ -114,7 +115,7 @@ def _of_lbfgs(optimizer: torch.optim.Optimizer) -> Update:
     return Update(
         state=new, working=max(hands + own * flat, 3 * flat) + NUMBERS, small=kept, large=4 * flat,
         later=(missing - pairs) * remembered + again * (3 * flat - hands),
-        held=again * (new + hands + searches * _SEARCHED * flat + NUMBERS),
+        held=again * (new + hands + searches * _SEARCHED * flat),
     )  # fmt: skip
 
 
