@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import allow_mutation_on_saved_tensors, saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import spillway
 from spillway.engines.tensors import probe, torch_patches
@@ -36,6 +38,19 @@ class Writing(nn.Module):
         return x
 
 
+class Holding(TorchDispatchMode):
+    """Torch's book goes by ids and addresses, and takes a tensor that lies where another one died for that one, now and
+    then: without a session gradients are wrong then. So nothing dies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.held.append(func(*args, **(kwargs or {})))
+        return self.held[-1]
+
+
 def trained(
     method: str | None, budget: Bytes | None, *, outside: bool = False, around: Any = allow_mutation_on_saved_tensors
 ) -> list[Tensor] | BudgetInfeasible:
@@ -45,6 +60,8 @@ def trained(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     batch = torch.randn(ROWS, WIDTH)
     with ExitStack() as stack:
+        if method is None:
+            stack.enter_context(Holding())
         if outside:
             stack.enter_context(around())
         session = (
@@ -151,3 +168,12 @@ def test_torch_is_as_it_was_afterwards() -> None:
     before = (torch.autograd.graph._get_tid, torch.autograd.graph._get_sid)
     assert isinstance(trained("lru", None), list)
     assert (torch.autograd.graph._get_tid, torch.autograd.graph._get_sid) == before
+
+
+def test_torchs_book_goes_by_addresses_again_when_the_last_is_over() -> None:
+    graph: Any = torch.autograd.graph
+    before = graph._get_tid, graph._get_sid
+    with allow_mutation_on_saved_tensors(), spillway.manage(nn.Linear(2, 2), budget=None, method="lru"):
+        pass
+    gc.collect()
+    assert (graph._get_tid, graph._get_sid) == before

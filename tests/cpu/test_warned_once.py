@@ -10,7 +10,10 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 
+from spillway.engines.tensors.twins import nobody_warned
+from spillway.internals import python_warnings
 from spillway.internals.python_warnings import unshown, unwarned
 from tests.shared import HANGS
 
@@ -140,3 +143,36 @@ def test_nothing_in_a_session_forgets_what_was_shown() -> None:
         if "catch_warnings(" in path.read_text() and "workloads" not in path.parts
     ]
     assert found == []
+
+
+def test_whoever_leaves_first_nothing_stays() -> None:
+    names = [*python_warnings._FORGETS, "_showwarnmsg"]
+    before, always = [getattr(warnings, name) for name in names], torch.is_warn_always_enabled()
+    around = [make() for make in (unwarned, nobody_warned, lambda: unshown(lambda: True)) for _ in range(2)]
+    for one in around:
+        one.__enter__()
+    assert [getattr(warnings, name) for name in names] != before
+    for one in around:
+        one.__exit__(None, None, None)
+    assert [getattr(warnings, name) for name in names] == before
+    assert torch.is_warn_always_enabled() == always
+
+
+def test_what_the_users_code_collects_inside_it_collects_as_plainly() -> None:
+    def collected() -> int:
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            warn()
+        return len(found)
+
+    def warn() -> None:
+        warnings.warn("of this place", stacklevel=1)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        warn()
+        assert collected() == 1
+        with unwarned(DeprecationWarning):
+            assert collected() == 1
+        with unwarned():
+            assert collected() == 1

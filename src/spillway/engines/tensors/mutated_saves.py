@@ -10,12 +10,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from spillway.internals.private import storage_of, unheard_by_modes
 
@@ -27,11 +29,14 @@ _NO_ADDRESS: Final = 48
 """Addresses have fewer bits."""
 
 _begins: Final[weakref.WeakKeyDictionary[torch.UntypedStorage, int]] = weakref.WeakKeyDictionary()
+_wanted: Final = threading.Event()
+"""As long as an engine is open."""
 _numbers: Final = itertools.cycle(range(-_MOST, 0))
 
 
 def go_by_numbers(known: Callable[[], Iterable[torch.Tensor]]) -> None:
     """Before anything moves. What is `known` keeps its address as its number if there may be a book with it."""
+    _wanted.set()
     for tensor in known() if _GRAPH._allow_mutation_on_saved_tensors_enabled else ():
         if type(tensor) in _PLAIN[:2] and torch._C._has_storage(tensor):
             _begins.setdefault(storage_of(tensor), storage_of(tensor).data_ptr())
@@ -40,10 +45,20 @@ def go_by_numbers(known: Callable[[], Iterable[torch.Tensor]]) -> None:
 
 
 def go_by_addresses() -> None:
-    """As torch does; not as long as there may be a book with numbers in it."""
-    if not _GRAPH._allow_mutation_on_saved_tensors_enabled:
-        for name in ("_get_tid", "_get_sid"):
-            setattr(_GRAPH, name, getattr(getattr(_GRAPH, name), "__wrapped__", getattr(_GRAPH, name)))
+    """As torch does, as soon as there is no book any more that may have numbers in it."""
+    _wanted.clear()
+    if _GRAPH._allow_mutation_on_saved_tensors_enabled:
+        for mode in _get_current_dispatch_mode_stack():
+            if isinstance(mode, _GRAPH._CloneArgBeforeMutateMode):
+                weakref.finalize(mode.ctx, _when_it_is_gone).atexit = False
+        return
+    for name in ("_get_tid", "_get_sid"):
+        setattr(_GRAPH, name, getattr(getattr(_GRAPH, name), "__wrapped__", getattr(_GRAPH, name)))
+
+
+def _when_it_is_gone() -> None:
+    if not _wanted.is_set():
+        go_by_addresses()
 
 
 @contextlib.contextmanager

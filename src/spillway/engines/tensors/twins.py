@@ -11,7 +11,7 @@ import threading
 import types
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, Final, cast
+from typing import Any, Final, cast, final
 
 import numpy
 import torch
@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from spillway.engines.tensors.torch_compile import asked_before
+from spillway.internals.locks import renew_in_children
 from spillway.internals.private import function_modes, only_function_modes
 from spillway.internals.python_warnings import unwarned
 
@@ -50,13 +51,30 @@ def unseen() -> Iterator[None]:
 @contextmanager
 def nobody_warned() -> Iterator[None]:
     """Around what the user's code does for us alone: what is said once is still to be said, by Python and by torch."""
-    always = torch.is_warn_always_enabled()
-    torch.set_warn_always(True)
+    with _warned.lock:
+        _warned.always = _warned.always if _warned.inside else torch.is_warn_always_enabled()
+        _warned.inside += 1
+        torch.set_warn_always(True)
     try:
         with unwarned():
             yield
     finally:
-        torch.set_warn_always(always)
+        with _warned.lock:
+            _warned.inside -= 1
+            torch.set_warn_always(_warned.always or _warned.inside > 0)
+
+
+@final
+class _Warned:
+    """How many are inside of the above, in whatever threads, and whether torch warned always before the first."""
+
+    def __init__(self) -> None:
+        self.inside, self.always = 0, False
+        self.lock = threading.RLock()
+        renew_in_children(self, "lock")
+
+
+_warned: Final = _Warned()
 
 
 @contextmanager
