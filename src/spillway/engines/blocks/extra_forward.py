@@ -4,8 +4,7 @@ NOTE [Undone]. What a forward changes is put back: random streams and flags (`En
 (`Reach`), and the bytes of every tensor that was there before. Of these nobody knows beforehand which will be written
 to, and copies of all would not fit. So the ops of the extra forward are watched, and the bytes of a storage are copied
 before the first op that writes to it, or an array or an address of it is handed out, unless it was made since the run
-began. Under the mode that watches them some
-ops take other formulas; of this run nobody uses the numbers.
+began. Under the mode that watches them some ops take other formulas; of this run nobody uses the numbers.
 """
 
 from __future__ import annotations
