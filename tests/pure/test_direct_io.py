@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 from collections.abc import Iterator
@@ -33,8 +34,6 @@ def tier() -> Iterator[DiskTier]:
 
 def pages_in_cache(tier: DiskTier, slot: Slot) -> int:
     """Of a mapped slot, without touching it."""
-    import ctypes
-
     buffer, start = tier.mapped(slot).buffer, tier.mapped(slot).start
     pages = (ctypes.c_ubyte * (slot.capacity // spill_file.PAGE))()
     address = ctypes.c_void_p(ctypes.addressof(buffer) + start)
@@ -46,8 +45,11 @@ def pages_in_cache(tier: DiskTier, slot: Slot) -> int:
 
 
 @pytest.mark.parametrize("nbytes", [1, 4095, 4096, 4097, 100_003, MiB, MiB + 1, 3 * MiB + 5])
-@pytest.mark.parametrize("shift", [0, 64, 4096 - 64])
-def test_what_goes_out_past_the_cache_comes_back_bit_for_bit(tier: DiskTier, nbytes: int, shift: int) -> None:
+@pytest.mark.parametrize(("shift", "through"), [(0, False), (0, True), (64, True), (4096 - 64, True)])
+def test_what_goes_out_past_the_cache_comes_back_bit_for_bit(
+    tier: DiskTier, nbytes: int, shift: int, through: bool
+) -> None:
+    tier._spill._tried = {way: [float(way != through)] * 8 for way in (True, False)}
     room = np.zeros(nbytes + 2 * 4096, np.uint8)
     begin = -room.ctypes.data % 4096 + shift
     data = room[begin : begin + nbytes]
@@ -59,6 +61,29 @@ def test_what_goes_out_past_the_cache_comes_back_bit_for_bit(tier: DiskTier, nby
     assert np.array_equal(data, content(nbytes))
     assert not room[:begin].any()
     assert not room[begin + nbytes :].any(), "the rest of the last page was read into what lies behind"
+
+
+@pytest.mark.parametrize("faster", [True, False])
+def test_long_reads_go_both_ways_until_one_is_known_to_be_faster(
+    tier: DiskTier, monkeypatch: pytest.MonkeyPatch, faster: bool
+) -> None:
+    room = np.zeros(2 * MiB + 4096, np.uint8)
+    data = room[-room.ctypes.data % 4096 :][: 2 * MiB]
+    data[:] = content(2 * MiB)
+    slot, ways, clock, read_all = tier.write(data.ctypes.data, data.nbytes), list[bool](), [0.0], spill_file._read_all
+
+    def slower_one_way(descriptor: int, offset: int, target: memoryview, needed: int) -> None:
+        ways.append(ctypes.addressof(ctypes.c_char.from_buffer(target)) != data.ctypes.data)
+        clock[0] += 1.0 if ways[-1] == faster else 2.0
+        read_all(descriptor, offset, target, needed)
+
+    monkeypatch.setattr(spill_file, "_read_all", slower_one_way)
+    monkeypatch.setattr(spill_file.time, "perf_counter", lambda: clock[0])
+    for _ in range(20):
+        data[:] = 0
+        tier.read(slot, data.ctypes.data)
+        assert np.array_equal(data, content(2 * MiB))
+    assert ways == [True, False] * 8 + [faster] * 4
 
 
 def test_the_page_cache_stays_empty(tier: DiskTier) -> None:
