@@ -68,7 +68,7 @@ namespace {
 constexpr std::size_t PAGE = 4096;
 constexpr std::size_t SMALL = std::size_t{32} << 10;  // bytes below which a page's rounding costs too much
 constexpr int CANDIDATES = 16;                        // extents that are looked at before addresses anew
-constexpr std::size_t MAPPINGS = 16384;               // a quarter of what the kernel allows a process by default
+constexpr std::size_t MAPPINGS = 2048;                // each is a move of its own, and the step that wants the pages waits
 constexpr std::size_t CHUNK = std::size_t{1} << 20;   // of a file, for what is small
 constexpr std::size_t ALIGNMENT = 64;                 // torch's
 constexpr std::size_t SHARES = 32;                    // of what is small
