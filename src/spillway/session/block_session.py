@@ -926,11 +926,9 @@ class _Step(AbstractStep):
         if not windows:
             return
         peak = self._start + max(window.peak for window in windows)
-        update = self._start + windows[-1].level + needs.state + needs.working
-        needed = max(peak + needs.held, update)
-        if needed > self._session._budget.allowed:
-            smallest = max(peak + needs.meanwhile, update + needs.later)
-            raise self._session._budget.refusal(needed, "the step", 0, smallest, exact=True)
+        most, smallest = needs.step(peak, self._start + windows[-1].level)
+        if most > self._session._budget.allowed:
+            raise self._session._budget.refusal(most, "the step", 0, smallest, exact=True)
 
     @unheard_by_modes
     def optimizer_ended(self) -> None:

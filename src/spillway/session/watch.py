@@ -507,15 +507,12 @@ class StepWatch:
         if windows:
             peak = self._start + max(window.peak for window in windows)
             level = self._start + windows[-1].level
-        update = level + needs.state + needs.working
-        most = max(peak + needs.held, update)
+        most, smallest = needs.step(peak, level)
         if most <= self._budget.allowed and told:
             return
         if peak <= self._budget.allowed and self._foresight.page_from_here():
             return
         if most > self._budget.allowed:
-            # The next step begins with the state that this one adds, and so does a closure that is called again.
-            smallest = max(peak + needs.meanwhile, update + needs.later)
             self._refuse(most, self._engine.begun, smallest, exact=bool(windows))
 
     def recomputing_again(self) -> Bytes | None:

@@ -52,6 +52,13 @@ class Update(NamedTuple):
         one before."""
         return max(self.state, self.held) + self.later + NUMBERS * (self.held > 0)
 
+    def step(self, peak: Bytes, level: Bytes) -> tuple[Bytes, Bytes]:
+        """What a step takes at most with it that got to a peak before, and is at a level now; and the smallest budget
+        for such steps, as the next one begins with the state that this one adds, and so does a closure that is called
+        again."""
+        update = level + self.state + self.working
+        return max(peak + self.held, update), max(peak + self.meanwhile, update + self.later)
+
     def beside(self, other: Update, *, times: int = 1, fresh: int = 1) -> Update:
         """Together with so many of another, of which so many have no state yet."""
         return Update(
