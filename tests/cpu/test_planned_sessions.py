@@ -24,7 +24,7 @@ from spillway.errors import BudgetInfeasible
 from spillway.ir import Plan, Step
 from spillway.methods import AbstractPlanner, Planned, Problem, Window
 from spillway.recording.steps import record_step
-from spillway.session.planned_steps import MOST_RECORDINGS
+from spillway.session.planned_steps import MOST_RECORDINGS, SERVED
 from spillway.session.tensor_session import TensorSession
 from spillway.workloads import seed_everything
 from tests.cpu.families import FAMILIES, State, difference, state_of
@@ -302,6 +302,15 @@ def test_steps_that_never_stay_the_same_are_left_alone_after_some_recordings_and
     assert len(told) == 1
     assert told[0].filename == __file__
     assert len(shown.problems) == MOST_RECORDINGS
+    assert difference(state_of(setting.model, setting.optimizer), plainly("mlp", batches, branching)) is None
+
+
+def test_a_rare_step_that_is_another_one_costs_no_more_than_a_recording() -> None:
+    shown = Shown()
+    setting, memory = session("mlp", shown)
+    batches = [(setting.batches[0], number % (SERVED + 3) == 1) for number in range(5 * (SERVED + 3))]
+    run(setting, memory, batches, branching)
+    assert len(shown.problems) > MOST_RECORDINGS
     assert difference(state_of(setting.model, setting.optimizer), plainly("mlp", batches, branching)) is None
 
 

@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -78,7 +79,7 @@ def test_long_reads_go_both_ways_until_one_is_known_to_be_faster(
         read_all(descriptor, offset, target, needed)
 
     monkeypatch.setattr(spill_file, "_read_all", slower_one_way)
-    monkeypatch.setattr(spill_file.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(spill_file, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     for _ in range(20):
         data[:] = 0
         tier.read(slot, data.ctypes.data)
@@ -254,6 +255,17 @@ def test_the_queue_of_the_workers_is_bounded_in_copies_and_in_bytes(
     two = tier.start_write(data.ctypes.data, 64 * KiB)  # one is always taken, however large
     tier.finish_write(two)
     tier.close()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_fork_leaves_the_buffers_to_both_and_others_are_used(tier: DiskTier) -> None:
+    slot, before = write(tier, content(MiB)), tier._spill._buffer()
+    assert tier._spill._buffer() is before
+    if (child := os.fork()) == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert tier._spill._buffer() is not before
+    assert np.array_equal(read(tier, slot)[0], content(MiB))
 
 
 def forked(reads: Slot, tier: DiskTier, expected: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> tuple[int, int]:

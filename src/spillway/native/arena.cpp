@@ -69,6 +69,7 @@ constexpr std::size_t PAGE = 4096;
 constexpr std::size_t SMALL = std::size_t{32} << 10;  // bytes below which a page's rounding costs too much
 constexpr int CANDIDATES = 16;                        // extents that are looked at before addresses anew
 constexpr std::size_t MAPPINGS = 2048;                // each is a move of its own, and the step that wants the pages waits
+constexpr std::size_t MOVABLE = 32768;                // half of the mappings that a process may have by default
 constexpr std::size_t CHUNK = std::size_t{1} << 20;   // of a file, for what is small
 constexpr std::size_t ALIGNMENT = 64;                 // torch's
 constexpr std::size_t SHARES = 32;                    // of what is small
@@ -426,7 +427,7 @@ class Arena {
     std::size_t filled = 0;
     bool whole = true;
     if (wanted != 0) ++counts_.collected;
-    while (whole && filled < wanted && moves_ && cuts_.size() <= 2 * MAPPINGS) {
+    while (whole && filled < wanted && moves_ && cuts_.size() <= MOVABLE) {
       auto [from, length] = warm_.best(wanted - filled);
       length = std::min(length, wanted - filled);
       warm_.take(from, length);

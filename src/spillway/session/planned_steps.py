@@ -26,7 +26,9 @@ from spillway.recording.steps import named_tensors
 from spillway.units import Bytes, MiB, Seconds
 
 MOST_RECORDINGS: Final = 3
-"""Of steps that are told apart by nothing that is known before they run."""
+"""Of steps that are told apart by nothing that is known before they run, unless a plan was followed by"""
+SERVED: Final = 8
+"""steps, so that it was worth its recording: then they are counted anew."""
 _LARGE: Final[Bytes] = 64 * MiB
 """Of a copy whose bytes are nearly all that it takes time for."""
 
@@ -39,6 +41,8 @@ class _Known:
     seen: bool = False
     recordings: int = 0
     planned: Planned | None = None
+    followed: int = 0
+    """Steps that were as planned."""
     left: bool = False
     """Whether they are left to moving what is stale."""
 
@@ -110,8 +114,11 @@ class PlannedSteps:
                 now.planned = self._plan(recorder)
             except (SpillwayError, ValueError) as error:
                 why = str(error)
-        elif now.planned is not None and (now.planned.diverged is not None or engine.ops != now.planned.ops):
-            now.planned = None
+        elif now.planned is not None and now.planned.diverged is None and engine.ops == now.planned.ops:
+            now.followed += 1
+        elif now.planned is not None:
+            now.planned, now.followed, served = None, 0, now.followed >= SERVED
+            now.recordings = 0 if served else now.recordings
             if now.recordings >= MOST_RECORDINGS:
                 why = f"after {now.recordings} recordings, steps on inputs of this size are still others."
         if why:

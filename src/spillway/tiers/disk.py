@@ -208,6 +208,7 @@ class DiskTier:
         """A forked process will read what is away where it is now."""
         if not self.closed:
             self._readers.before_fork(self._in_use)
+            self._spill.before_fork()
 
     def after_fork(self, *, in_child: bool) -> None:
         """The workers are not forked, and one of them may have held the lock."""

@@ -33,10 +33,11 @@ from spillway.units import Bytes, format_bytes
 
 PAGE: Final = mmap.ALLOCATIONGRANULARITY
 _PIECE: Final = 2 << 20
-"""Of the buffer for what lies at no page boundary: a huge page. A disk may fill that two or three times as fast as
-small pages that lie all over the memory, of which it takes so many at a time."""
+"""Of the buffer for what lies at no page boundary: a huge page. A virtual disk may fill that twice as fast as small
+pages that lie all over the memory, of which it takes so many at a time."""
+_LONG: Final = _PIECE // 8
 _TRIED: Final = 8
-"""Long reads each way, by whose median time the way is chosen."""
+"""Reads of so many bytes each way, by whose median time the way is chosen; until then shorter ones go straight."""
 
 SpillIO = Literal["buffered", "direct"]
 """Through the page cache, or past it where the file system can."""
@@ -89,7 +90,7 @@ class SpillFile:
         if self.io == "buffered":
             _read_all(self.descriptor, offset, memory_at(address, nbytes), nbytes)
             return
-        began, through = time.perf_counter(), address % PAGE != 0 or self._buffer_is_faster()
+        began, through = time.perf_counter(), address % PAGE != 0 or self._through_buffer(nbytes)
         done = 0 if through else nbytes // PAGE * PAGE
         if done:
             _read_all(self._direct, offset, memory_at(address, done), done)
@@ -98,13 +99,13 @@ class SpillFile:
             buffer, whole = self._buffer(), -(-length // PAGE) * PAGE
             _read_all(self._direct, offset + begin, buffer[:whole], length)
             ctypes.memmove(address + begin, _address(buffer), length)
-        if nbytes >= _PIECE // 2 and len(self._tried[through]) < _TRIED:
+        if nbytes >= _LONG and len(self._tried[through]) < _TRIED:
             self._tried[through].append((time.perf_counter() - began) / nbytes)
 
-    def _buffer_is_faster(self) -> bool:
+    def _through_buffer(self, nbytes: Bytes) -> bool:
         through, straight = self._tried[True], self._tried[False]
         if len(straight) < _TRIED:
-            return len(through) <= len(straight)
+            return nbytes >= _LONG and len(through) <= len(straight)
         return statistics.median(through) < statistics.median(straight)
 
     def lengthen(self, nbytes: Bytes) -> None:
@@ -125,6 +126,10 @@ class SpillFile:
         window = (ctypes.c_char * nbytes).from_address(address)
         weakref.finalize(window, _system.munmap, address, nbytes).atexit = False  # tensors may be read until the end
         return window
+
+    def before_fork(self) -> None:
+        """Buffers are others from here on: of a page that two processes have the one that writes gets a copy."""
+        self._own = threading.local()
 
     def close(self) -> None:
         """Give the file back to the system, once nothing is mapped any more."""
@@ -150,13 +155,14 @@ class SpillFile:
 
     def _buffer(self) -> memoryview:
         """This thread's own, at the boundary of a huge page."""
-        if not hasattr(self._own, "buffer"):
+        own = self._own
+        if not hasattr(own, "buffer"):
             whole = mmap.mmap(-1, 2 * _PIECE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            with contextlib.suppress(AttributeError, OSError):  # no such pages in this system
+            with contextlib.suppress(AttributeError, OSError):  # the system has no such pages
                 whole.madvise(mmap.MADV_HUGEPAGE)
             begin = -_address(whole) % _PIECE
-            self._own.buffer = memoryview(whole)[begin : begin + _PIECE]
-        return self._own.buffer  # type: ignore[no-any-return]
+            own.buffer = memoryview(whole)[begin : begin + _PIECE]
+        return own.buffer  # type: ignore[no-any-return]
 
 
 _Anything: Final = ctypes.c_char * (1 << 46)
