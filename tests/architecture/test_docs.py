@@ -72,6 +72,23 @@ def test_the_figures_of_the_readme_are_those_of_the_results() -> None:
         assert any({peak, resident, ratio, losses} <= set(row) for row in results["table"]["rows"]), (benchmark, peak)
 
 
+def test_the_figures_of_the_window_papers_table_are_those_of_the_results() -> None:
+    folder = ROOT / "papers" / "out_of_core_window"
+    lines = (folder / "README.md").read_text("utf-8").splitlines()
+    first = lines.index("| images a second | 64 | 128 | 190 | 256 | 512 | 928 | 1120 | 1248 | 1440 |")
+    told = [[cell.strip() for cell in line.strip("|").split("|")][1:] for line in lines[first + 2 : first + 17]]
+    results: dict[str, list[list[str]]] = {}
+    table = json.loads((folder / "results" / "window_table1.json").read_text("utf-8"))["table"]
+    for name, batch, *cells in table["rows"]:
+        if batch and len(results.setdefault(name, [])) < 9:
+            results[name].append(cells)
+    rows = list(results.values())[:9]
+    for number, paper in enumerate(rows[:3]):
+        published, here, _ = told[3 * number : 3 * number + 3]
+        assert (published, here) == ([cells[0] for cells in paper], [cells[1] for cells in paper])
+    assert told[9:] == [[cells[1] for cells in row] for row in rows[3:]]
+
+
 def test_the_page_of_methods_lists_exactly_those_that_there_are_as_ready() -> None:
     assert ready_methods(DOCUMENTS["docs/methods.md"]) == list(METHODS)
 
