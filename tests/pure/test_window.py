@@ -144,6 +144,7 @@ def test_backtracking_drops_later_accesses_of_what_is_in_the_window_already() ->
     step = recorder.step()
     made = PUBLISHED.schedule(problem(step, 3 * UNIT))
     assert made.restarts == 1
+    assert [at.until for at in made.window] == [1, 2, 5, 5, 5], "until op 1 has run it stops before `far` in op 2"
     verify(PUBLISHED.plan(problem(step, 3 * UNIT)), step, 3 * UNIT)
 
 
