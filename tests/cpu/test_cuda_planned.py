@@ -11,6 +11,7 @@ import spillway
 from spillway.errors import BudgetInfeasible
 from spillway.methods import AbstractPlanner, Planned, Window
 from spillway.methods.planned import SelfPlanned
+from spillway.methods.window.improved import ImprovedWindow
 from spillway.workloads import seed_everything
 from tests.cpu.families import FAMILIES, State, difference, state_of
 from tests.cpu.late_device import LateStreams, late_session
@@ -43,7 +44,7 @@ def trained(name: str, planner: AbstractPlanner, budget: int, **options: Any) ->
     return Trained(state_of(setting.model, setting.optimizer), losses, memory.history, made, streams)
 
 
-@pytest.mark.parametrize("planner", [Window, Window.as_published])
+@pytest.mark.parametrize("planner", [Window, Window.as_published, ImprovedWindow])
 @pytest.mark.parametrize(
     ("name", "exchanges"),
     # Without exchanging everything is in memory between steps, for which half of the peak is too little for the `mlp`.
