@@ -34,6 +34,7 @@ ONCE_WRONG = {
     78: "shaken", 260: "shaken", 361: "copy beside", 5027: "msps", 20742: "shaken",
     21360: "dtr", 22250: "lru", 22289: "shaken", 30003: "largest", 37079: "move first",
     52741: "recompute first", 53020: "recompute first", 55320: "dtr", 57654: "msps", 58042: "lru",
+    8000078: "shaken", 8000117: "delta", 8000134: "largest", 8000977: "msps",
     1000913: "lru", 3000999: "shaken", 3102110: "largest", 3200836: "move first", 3301540: "lru",
 }  # fmt: skip
 """Programs with which something was found, and the policy under which it was."""

@@ -26,10 +26,10 @@ from spillway.engines.tensors.abstract import AbstractTensorEngine
 from spillway.engines.tensors.mutated_saves import go_by_addresses, go_by_numbers
 from spillway.engines.tensors.torch_compile import forget_steps
 from spillway.engines.tensors.turns import forget_turns
-from spillway.internals.dispatch_key import unwatched, watcher_here
+from spillway.internals.dispatch_key import watcher_here
 from spillway.internals.host_reads import make_them_ask
 from spillway.internals.locks import renew_in_children
-from spillway.internals.private import bytes_over, owners, storage_address, storage_of
+from spillway.internals.private import owners, storage_address, storage_of
 from spillway.ir.timeline import Kind
 from spillway.units import Bytes
 
@@ -137,7 +137,6 @@ def _install() -> None:
     make_them_ask(_steady)
     storages: Any = torch.UntypedStorage
     storages.resize_ = _telling_of_size(storages.resize_)
-    storages.clone = _by_an_op(storages.clone)
     if torch.distributed.is_available():
         group, work = _communication()
         for name in BEGINNING:
@@ -186,7 +185,7 @@ def _uninstall() -> None:
                 wrapper = vars(owner).get(name)
                 if hasattr(wrapper, "__wrapped__"):
                     setattr(owner, name, wrapper.__wrapped__)
-    take_away(torch.UntypedStorage, ("resize_", "clone"))
+    take_away(torch.UntypedStorage, ("resize_",))
 
 
 def _uninstall_methods() -> None:
@@ -241,22 +240,6 @@ def _telling_of_size(original: Any) -> Any:
             return original(self, *args, **kwargs)
 
     return resize_
-
-
-def _by_an_op(original: Any) -> Any:
-    """A copy that an op of a watched step makes is known from its birth; of what torch makes here otherwise, as for
-    `copy.deepcopy`, it would have to be found out among all objects of Python whether somebody else holds it."""
-
-    @functools.wraps(original)
-    def clone(self: torch.UntypedStorage) -> torch.UntypedStorage:
-        if watcher_here() is not None and self.nbytes():
-            with unwatched():
-                whole = bytes_over(self)
-            if any(engine.find(whole) for engine in tuple(_open)):
-                return whole.clone().untyped_storage()
-        return cast(torch.UntypedStorage, original(self))
-
-    return clone
 
 
 def _telling_of_work(original: Any) -> Any:
