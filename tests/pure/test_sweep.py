@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from spillway.costs import Efficiency
 from spillway.costs.device import HERE, device_named
-from spillway.costs.roofline import timed
+from spillway.costs.roofline import PUBLISHED, timed
 from spillway.errors import UnknownMethodError, UsageError
 from spillway.ir import Recorded
 from spillway.methods import METHODS, Method
@@ -33,14 +34,18 @@ from tests.pure.small_steps import Line, row
 QUICK = [name for name in METHODS if not searches(name)]
 
 
-def problem(depth: int = 12) -> SweepProblem:
-    return SweepProblem(step=layers(depth), workload="layers", device=DEVICE, costs="As given.")
+def problem(depth: int = 12, efficiency: Efficiency | None = None) -> SweepProblem:
+    step = layers(depth)
+    return SweepProblem(step=step, workload="layers", device=DEVICE, costs="As given.", efficiency=efficiency)
 
 
-def rows(methods: Sequence[str], budgets: Sequence[int], **options: object) -> list[Row]:
-    found = list(compare(problem(), methods, budgets, bounds=False, **options))  # type: ignore[arg-type]
+def rows(
+    methods: Sequence[str], budgets: Sequence[int], efficiency: Efficiency | None = None, **options: object
+) -> list[Row]:
+    asked = problem(efficiency=efficiency)
+    found = list(compare(asked, methods, budgets, bounds=False, **options))  # type: ignore[arg-type]
     assert [one for one in found if not isinstance(one, Row)] == []
-    return list(Comparison.of(problem(), methods, budgets, found).rows)
+    return list(Comparison.of(asked, methods, budgets, found).rows)
 
 
 @pytest.mark.parametrize("name", QUICK)
@@ -80,10 +85,11 @@ def test_recomputing_over_and_over_is_thrashing() -> None:
     assert [(one.status, one.seconds) for one in found if isinstance(one, Row)] == [("thrash", None)]
 
 
-def test_rows_do_not_depend_on_the_number_of_processes() -> None:
+@pytest.mark.parametrize("efficiency", [None, PUBLISHED])
+def test_rows_do_not_depend_on_the_number_of_processes(efficiency: Efficiency | None) -> None:
     budgets = [5 * MiB, 8 * MiB, 14 * MiB]
-    alone = rows(QUICK, budgets, processes=1)
-    assert rows(QUICK, budgets, processes=3) == alone
+    alone = rows(QUICK, budgets, efficiency, processes=1)
+    assert rows(QUICK, budgets, efficiency, processes=3) == alone
     assert [(one.method, one.budget_bytes) for one in alone] == [(name, nbytes) for name in QUICK for nbytes in budgets]
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Final, final
 
 import numpy
@@ -159,7 +158,7 @@ class _Vector:
 
         sizes = dict(zip(self._sizes, values[len(self._shares) :], strict=False))
         shares = {kind: share(kind, there) for kind, there in self._usual.shares.items()}
-        return replace(self._usual, shares=MappingProxyType(shares), **sizes)
+        return replace(self._usual, shares=shares, **sizes)
 
     def doubts(self, numbers: Floats) -> Floats:
         places = {one: place for place, one in enumerate(self._shares)}
