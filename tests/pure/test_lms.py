@@ -125,6 +125,17 @@ def test_the_search_takes_the_largest_threshold_then_the_largest_ahead_then_grou
     assert found.groupby == 33  # one op is far from each value: all of them are one group
 
 
+def test_what_a_refusal_says_is_needed_has_the_share_that_stays_free() -> None:
+    step, refused = linear_step(16), 0
+    for tenths in range(20, 40):
+        try:
+            LMS().parameters(problem(step, tenths * UNIT // 10))
+        except BudgetInfeasible as refusal:
+            refused += 1
+            assert refusal.needed > refusal.allowed == tenths * UNIT // 10
+    assert refused > 1
+
+
 def test_modes_that_wait_are_taken_where_nothing_else_fits_and_beyond_them_the_step_is_refused() -> None:
     step = linear_step(16)
     modes = {}

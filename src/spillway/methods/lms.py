@@ -146,7 +146,7 @@ class LMS(AbstractPlanner):
             smallest = ceil(peak / share)
             smallest += int(smallest * share) < peak  # what rounding took
             raise BudgetInfeasible(
-                needed=peak, allowed=problem.allowed, op=problem.step.ops[op].name, op_index=op,
+                needed=smallest, allowed=problem.allowed, op=problem.step.ops[op].name, op_index=op,
                 smallest_budget=smallest, exact=False,
             )  # fmt: skip
         chosen = replace(first, mode=found)
