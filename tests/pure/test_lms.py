@@ -127,7 +127,7 @@ def test_the_search_takes_the_largest_threshold_then_the_largest_ahead_then_grou
 
 def test_what_a_refusal_says_is_needed_has_the_share_that_stays_free() -> None:
     step, refused = linear_step(16), 0
-    for tenths in range(20, 40):
+    for tenths in range(20, 100):
         try:
             LMS().parameters(problem(step, tenths * UNIT // 10))
         except BudgetInfeasible as refusal:
