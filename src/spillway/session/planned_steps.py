@@ -117,8 +117,9 @@ class PlannedSteps:
         elif now.planned is not None and now.planned.diverged is None and engine.ops == now.planned.ops:
             now.followed += 1
         elif now.planned is not None:
-            now.planned, now.followed, served = None, 0, now.followed >= SERVED
-            now.recordings = 0 if served else now.recordings
+            if now.followed >= SERVED:
+                now.recordings = 0
+            now.planned, now.followed = None, 0
             if now.recordings >= MOST_RECORDINGS:
                 why = f"after {now.recordings} recordings, steps on inputs of this size are still others."
         if why:
