@@ -157,41 +157,51 @@ def test_what_is_measured_here_is_a_device_with_everything(monkeypatch: pytest.M
 def test_what_watching_costs_is_told_apart_from_copies_and_recomputing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Python takes 3 ms an op and 1 more for every root, 10 ms a storage and 2 ms a question."""
+    """Python takes 3 ms an op and 1 more for every root, 10 ms a storage, 2 ms a question, 1 ms an op of a plan, and
+    4 ms a copy beside ops."""
     roots = {16: 10.0, 256: 20.0, 1024: 40.0, 4096: 80.0}  # the square roots of the seconds of 100 ops, added up
 
     def steps(trainer: Any) -> Iterator[watching._Step]:
-        python = 0.3 + 1e-3 * roots[trainer.shape.rows]
-        there = {"plain": 1.0, "ops": 100, "bytes_out": MiB, "bytes_in": MiB, "recomputing": 0.1}
-        peaks = trainer.allowed < MiB
-        handled, questions = 8 * peaks, (50 if trainer.policy.foresees else 3) * peaks
-        took = 1.0 + 0.6 + 0.1 + python + 10e-3 * handled + 2e-3 * questions
-        yield watching._Step(seconds=took, stalled=0.6, copies=4, handled=handled, questions=questions, **there)
+        pressed, follows = trainer.allowed < MiB, trainer.policy is None
+        handled, questions = 8 * pressed, (50 if not follows and trainer.policy.foresees else 3) * pressed
+        early = (6 if follows else 2) * pressed * (questions != 3 or follows)
+        python = 0.3 + 1e-3 * roots[trainer.shape.rows] + 1e-3 * 100 * follows
+        python += 10e-3 * handled + 2e-3 * questions + 4e-3 * early
+        yield watching._Step(
+            plain=1.0, seconds=1.0 + 0.6 + 0.1 + python, stalled=0.6, recomputing=0.1, ops=100, copies=4,
+            handled=handled, questions=questions, early=early, bytes_out=MiB, bytes_in=MiB,
+        )  # fmt: skip
 
     def remembered(trainer: Any, shape: Any, policy: Any, allowed: int, directory: Path) -> None:
         trainer.shape, trainer.policy, trainer.allowed = shape, policy, allowed
 
     monkeypatch.setattr(watching._Trainer, "__init__", remembered)
+    monkeypatch.setattr(
+        watching._Trainer,
+        "following",
+        lambda shape, allowed, directory: watching._Trainer(shape, None, allowed, directory),
+    )
     monkeypatch.setattr(watching._Trainer, "op_seconds", lambda trainer: [(roots[trainer.shape.rows] / 100) ** 2] * 100)
     monkeypatch.setattr(watching._Trainer, "peak", lambda trainer: MiB + 1)
     monkeypatch.setattr(watching._Trainer, "steps", steps)
     found = watching.measure_watching(tmp_path, Speed(out=10 * MiB, back=5 * MiB))
-    assert found == pytest.approx((3e-3, 1e-3, 10e-3, 2e-3, (0.6 - 0.1 - 0.2) / 4))
+    assert found == pytest.approx((3e-3, 1e-3, 10e-3, 2e-3, 1e-3, 4e-3, (0.6 - 0.1 - 0.2) / 4))
 
 
 @pytest.mark.parametrize(
     ("steps", "law"),
     [
-        ([(100, 1.0, 0.5, 1.0), (100, 2.0, 0.6, 1.0)], (4e-3, 0.1)),
-        ([(100, 1.0, 0.5, 1.0), (100, 2.0, 0.4, 1.0)], (4.5e-3, 0.0)),  # it cannot fall with the length of ops
-        ([(100, 1.0, 0.1, 1.0), (100, 4.0, 0.5, 1.0)], (0.0, 2.1 / 17)),
-        ([(100, 1.0, 0.5, 1.0), (100, 2.0, 0.4, 0.1)], (405e-3 / 101, 0.0)),  # the second counts a hundredfold
-        ([(100, 1.0, -0.1, 1.0), (100, 2.0, 0.0, 1.0)], (0.0, 0.0)),  # a disturbed machine
-        ([(100, 1.0, 0.5, 0.0)], (0.0, 0.0)),
+        ([((100, 1.0), 0.5, 1.0), ((100, 2.0), 0.6, 1.0)], (4e-3, 0.1)),
+        ([((100, 1.0), 0.5, 1.0), ((100, 2.0), 0.4, 1.0)], (4.5e-3, 0.0)),  # it cannot fall with the length of ops
+        ([((100, 1.0), 0.1, 1.0), ((100, 4.0), 0.5, 1.0)], (0.0, 2.1 / 17)),
+        ([((100, 1.0), 0.5, 1.0), ((100, 2.0), 0.4, 0.1)], (405e-3 / 101, 0.0)),  # the second counts a hundredfold
+        ([((100, 1.0), -0.1, 1.0), ((100, 2.0), 0.0, 1.0)], (0.0, 0.0)),  # a disturbed machine
+        ([((100, 1.0), 0.5, 0.0)], (0.0, 0.0)),
+        ([((1, 0, 0), 0.1, 1.0), ((1, 1, 0), 0.3, 1.0), ((1, 1, 1), 0.6, 1.0)], (0.1, 0.2, 0.3)),
     ],
 )
-def test_the_costs_of_two_things_are_told_apart_and_neither_is_below_0(
-    steps: list[tuple[float, float, float, float]], law: tuple[float, float]
+def test_the_costs_of_things_are_told_apart_and_none_is_below_0(
+    steps: list[tuple[tuple[float, ...], float, float]], law: tuple[float, ...]
 ) -> None:
     assert watching._law(steps) == pytest.approx(law)
 
@@ -204,7 +214,11 @@ def test_a_small_model_is_watched_and_pressed(monkeypatch: pytest.MonkeyPatch, t
     (watched,) = watching._Trainer(shape, LRU(), peak - 1, tmp_path).steps()
     (pressed,) = watching._Trainer(shape, LRU(), peak // 2, tmp_path).steps()
     (asking,) = watching._Trainer(shape, Delta(), peak // 2, tmp_path).steps()
-    assert watched.ops == pressed.ops == len(seconds) > 500
+    (planned,) = watching._Trainer.following(shape, peak // 4, tmp_path).steps()
+    (empty,) = watching._Trainer.following(shape, peak, tmp_path).steps()
+    assert watched.ops == pressed.ops == planned.ops == empty.ops == len(seconds) > 500
+    assert pressed.early == 0 < asking.early < planned.early
+    assert max(empty.handled, empty.early) < 10
     assert min(seconds) > 0
     assert watched.handled < 10 < pressed.handled
     assert min(pressed.copies, pressed.bytes_out, pressed.bytes_in, pressed.stalled) > 0

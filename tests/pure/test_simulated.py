@@ -13,7 +13,7 @@ from spillway.ir import Change, Lane, Step
 from spillway.memory.budget import UNLIMITED
 from spillway.memory.controller import Controller
 from spillway.memory.records import EXACT, TEMPORARY, Recipe, Storage
-from spillway.methods import DTR, LRU, Delta, KeepAll, SqrtN
+from spillway.methods import DTR, LRU, Delta, KeepAll, SqrtN, Window
 from spillway.methods.base import AbstractPolicy, MemoryView, Move, Proposal
 from spillway.simulation.allocators import ExactAllocator
 from spillway.simulation.paper_machine import PaperMachine
@@ -100,6 +100,16 @@ def test_watching_and_handling_take_what_the_device_says_unless_the_step_fits() 
     assert planned.python_seconds == pytest.approx(32e-4 + (planned.drops + planned.recomputed_ops) * 1e-3)
     fits = simulate(DEEP, allowed=PEAK, method=KeepAll(), device=device)
     assert (fits.python_seconds, fits.overhead) == (0.0, pytest.approx(1.0))
+
+
+def test_an_op_of_a_plan_and_a_copy_beside_ops_cost_more_of_python() -> None:
+    device = replace(DEVICE, follow_seconds=1e-4, beside_seconds=1e-3)
+    planned = simulate(DEEP, allowed=PEAK // 2, method=Window(), device=device)
+    copied = planned.bytes_out_beside // LAYER + planned.bytes_in_beside // LAYER
+    assert copied > 4
+    assert planned.python_seconds == pytest.approx(len(DEEP.ops) * 1e-4 + copied * 1e-3)
+    asked = simulate(DEEP, allowed=PEAK // 2, method=LRU(short_chain=0), device=device)
+    assert asked.python_seconds == 0
 
 
 def test_a_long_op_costs_more_of_python_than_a_short_one() -> None:

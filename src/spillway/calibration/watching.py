@@ -1,23 +1,28 @@
-"""What a session on the CPU costs besides copies: for every op that it watches, every storage that it handles, and
-every question that its method asks.
+"""What a session on the CPU costs besides copies: for every op that it watches, every storage that it handles, every
+question that its method asks, and where it follows a plan.
 
 A small model is trained, each step beside a plain one: just below its peak, where next to nothing has to leave, with
-batches of several sizes; and at half of that, there also by a method that asks much.
+batches of several sizes; at half of that, there also by a method that asks much; and by plans, one of which lets
+nothing leave and one of which keeps a quarter.
 
 NOTE [Cold caches]. The longer an op ran, the more of the engine's own Python and of its records it pushed out of the
 processor's caches, and the longer takes what the engine does around it: about 10 us after an op of no length, 25 after
 one of 50 us, 80 after one of a millisecond. Over that range it grows as the square root of the op's seconds.
+
+NOTE [Copies beside ops]. Threads that copy need Python's lock before and after each copy. A short op ends while one of
+them has it, and compute waits until the system has woken it up again; a long one does not notice.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from itertools import product
 from math import inf, sqrt
 from pathlib import Path
-from typing import Any, Final, NamedTuple, cast, final
+from typing import Any, Final, NamedTuple, Self, cast, final
 
 import numpy as np
 import torch
@@ -25,8 +30,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from spillway.engines.tensors.tensor_engine import TensorEngine
 from spillway.memory.budget import UNLIMITED
-from spillway.methods import LRU, Delta
+from spillway.methods import LRU, Delta, KeepAll, Planned, Problem, Window
 from spillway.methods.base import AbstractPolicy
+from spillway.recording.steps import named_tensors, record_step
+from spillway.session.planned_steps import device_here
 from spillway.tiers.speed import Speed
 from spillway.units import Bytes, Seconds
 
@@ -35,6 +42,8 @@ _WARM: Final = 2
 _ROUNDS: Final = 11
 _TIMED: Final = 3
 """Steps whose ops are timed."""
+_PART: Final = 4
+"""Of the peak, what a plan keeps."""
 
 
 class _Shape(NamedTuple):
@@ -58,6 +67,10 @@ class Watching(NamedTuple):
     """For every storage that leaves or comes back, and every op that runs again."""
     question: Seconds
     """For every question that a policy asks about a storage."""
+    follow: Seconds
+    """For every op besides where the policy follows a plan."""
+    beside: Seconds
+    """For every copy besides that begins while ops run (NOTE [Copies beside ops])."""
     copy: Seconds
     """What a copy takes beside its bytes, among ops and not among copies."""
 
@@ -73,36 +86,52 @@ def measure_watching(directory: Path, link: Speed) -> Watching:
         roots[shape] = sum(map(sqrt, trainer.op_seconds()))
         peaks[shape] = trainer.peak()
         watched[shape] = _median(_Trainer(shape, LRU(), peaks[shape] - 1, directory).steps())
-    op, root = _law([(step.ops, roots[shape], step.python, step.python) for shape, step in watched.items()])
+    op, root = _law([((step.ops, roots[shape]), step.python, step.python) for shape, step in watched.items()])
+    laws, waited, copies = list[_Sample](), 0.0, 0
 
-    def pressed(policy: Callable[[], AbstractPolicy]) -> Iterator[tuple[_Step, Seconds]]:
-        """At half of the peak: a step, and its Python but for that of ops."""
-        for shape in _PRESSED:
-            step = _median(_Trainer(shape, policy(), peaks[shape] // 2, directory).steps())
-            yield step, step.python - op * step.ops - root * roots[shape]
+    def add(shape: _Shape, step: _Step, followed: int) -> None:
+        """What is not said by the law of ops."""
+        rest = step.python - op * step.ops - root * roots[shape]
+        laws.append(((step.handled, step.questions, followed, step.early), rest, step.python))
 
-    handling, asking = list(pressed(LRU)), list(pressed(Delta))
-    storage, question = _law([(step.handled, step.questions, rest, step.python) for step, rest in (*handling, *asking)])
-    waited = sum(step.stalled - step.bytes_out / link.out - step.bytes_in / link.back for step, _ in handling)
-    copy = max(waited / max(sum(step.copies for step, _ in handling), 1), 0.0)
-    return Watching(op=op, root=root, storage=storage, question=question, copy=copy)
+    for shape in _PRESSED:
+        for policy in (LRU(), Delta()):
+            step = _median(_Trainer(shape, policy, peaks[shape] // 2, directory).steps())
+            add(shape, step, 0)
+            if not policy.foresees:
+                waited += step.stalled - step.bytes_out / link.out - step.bytes_in / link.back
+                copies += step.copies
+    for shape in _WATCHED:
+        for allowed in (peaks[shape], peaks[shape] // _PART):
+            step = _median(_Trainer.following(shape, allowed, directory).steps())
+            add(shape, step, step.ops)
+    storage, question, follow, beside = _law(laws)
+    return Watching(
+        op=op, root=root, storage=storage, question=question, follow=follow, beside=beside,
+        copy=max(waited / max(copies, 1), 0.0),
+    )  # fmt: skip
 
 
-def _law(steps: Sequence[tuple[float, float, Seconds, Seconds]]) -> tuple[Seconds, Seconds]:
-    """What each of one thing and of another takes, by least squares; neither is negative. Of each step there is how
-    much it has of the one and of the other, the seconds that all took, and those that an error is a share of."""
-    known = [(one / unit, other / unit, seconds / unit) for one, other, seconds, unit in steps if unit > 0]
-    best = (inf, 0.0, 0.0)
-    for uses in ((True, True), (True, False), (False, True)):  # what would be negative is left out
-        columns = [[value for value, used in zip(row, uses, strict=False) if used] for row in known]
-        if not columns:
-            break
-        found = iter(np.linalg.lstsq(np.array(columns), np.array([row[-1] for row in known]), rcond=None)[0])
-        first, second = (float(next(found)) if used else 0.0 for used in uses)
-        off = sum((first * one + second * other - seconds) ** 2 for one, other, seconds in known)
-        if min(first, second) >= 0:
-            best = min(best, (off, first, second))
-    return best[1:]
+_Sample = tuple[Sequence[float], Seconds, Seconds]
+"""A step: how much it has of each thing, the seconds that all took, and those that an error is a share of."""
+
+
+def _law(steps: Sequence[_Sample]) -> tuple[Seconds, ...]:
+    """What each of some things takes, by least squares; none is negative."""
+    known = [(*(float(one) / unit for one in things), seconds / unit) for things, seconds, unit in steps if unit > 0]
+    count = len(steps[0][0])
+    best = (inf, (0.0,) * count)
+    for uses in product((True, False), repeat=count):  # what would be negative is left out
+        if not known or not any(uses):
+            continue
+        table = np.array(known)
+        used = np.flatnonzero(uses)
+        found = np.zeros(count)
+        found[used] = np.linalg.lstsq(table[:, used], table[:, -1], rcond=None)[0]
+        off = float(np.sum((table[:, :-1] @ found - table[:, -1]) ** 2))
+        if found.min() >= 0:
+            best = min(best, (off, tuple(map(float, found))))
+    return best[1]
 
 
 class _Step(NamedTuple):
@@ -119,6 +148,8 @@ class _Step(NamedTuple):
     """Storages that left, storages that came back, and ops that ran again."""
     questions: int
     """That the policy asked about storages."""
+    early: int
+    """Copies that began while ops ran."""
     bytes_out: Bytes
     bytes_in: Bytes
 
@@ -146,6 +177,20 @@ class _Trainer:
             self._models = [_model(shape.layers), _model(shape.layers)]
             self._optimizers = [torch.optim.AdamW(model.parameters()) for model in self._models]
             self._batch = torch.randn(shape.rows, _WIDTH)
+
+    @classmethod
+    def following(cls, shape: _Shape, allowed: Bytes, directory: Path) -> Self:
+        """By the plan of an out-of-core window."""
+        trainer = cls(shape, KeepAll(), UNLIMITED, directory)
+        step = record_step(
+            lambda: trainer._train(1), models=trainer._models[1], optimizers=trainer._optimizers[1],
+            batch=trainer._batch,
+        )  # fmt: skip
+        with trainer._engine() as engine:
+            planner, device = Window(), device_here(engine, step.ops)
+        plan = planner.plan(Problem(step=step, allowed=allowed, device=device))
+        trainer._policy, trainer._allowed = Planned.as_meant(plan, step, planner), allowed
+        return trainer
 
     def peak(self) -> Bytes:
         """Of a step that keeps everything."""
@@ -185,11 +230,13 @@ class _Trainer:
             plain=between - began, seconds=ended - between, stalled=counters.stall_seconds,
             recomputing=counters.recomputed_seconds, ops=engine.ops, copies=counters.moves + counters.reloads,
             handled=counters.drops + counters.moves + counters.reloads + counters.recomputed_ops,
-            questions=counters.questions, bytes_out=counters.bytes_out, bytes_in=counters.bytes_in,
+            questions=counters.questions, early=counters.early,
+            bytes_out=counters.bytes_out, bytes_in=counters.bytes_in,
         )  # fmt: skip
 
     def _managed(self, engine: TensorEngine) -> None:
-        engine.begin_step([("parameter", parameter) for parameter in self._models[1].parameters()])
+        named = named_tensors(self._models[1:], self._optimizers[1:], self._batch)
+        engine.begin_step([(kind.value, tensor) for kind, _, tensor in named])
         try:
             self._train(1)
         finally:

@@ -26,7 +26,8 @@ _RATES: Final = (
     "disk_in_per_second",
 )  # fmt: skip
 _TIMES: Final = (
-    "op_seconds", "copy_seconds", "watch_seconds", "watch_root", "handling_seconds", "question_seconds", "host_seconds",
+    "op_seconds", "copy_seconds", "watch_seconds", "watch_root", "handling_seconds", "question_seconds",
+    "follow_seconds", "beside_seconds", "host_seconds",
 )  # fmt: skip
 
 
@@ -68,6 +69,10 @@ class Device:
     """What compute waits besides its copy whenever a storage leaves or comes back; 0 likewise."""
     question_seconds: Seconds = 0.0
     """What compute waits for every question that a method asks about a storage; 0 likewise."""
+    follow_seconds: Seconds = 0.0
+    """What compute waits besides for each op of a step that follows a plan; 0 likewise."""
+    beside_seconds: Seconds = 0.0
+    """What compute waits besides for every copy that begins while ops run: who copies needs Python too; 0 likewise."""
     half_flops_per_second: float | None = None
     """Of products and convolutions of 16-bit numbers; None if they are no faster than those of 32."""
     multiprocessors: int = 0

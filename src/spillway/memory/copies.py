@@ -107,6 +107,7 @@ class Copies:
         ledger.note_copied(value)
         ledger.counters.bytes_out += storage.nbytes
         ledger.counters.early_out += storage.nbytes
+        ledger.counters.early += 1
         return True
 
     def _begin_in(self, storage: Storage) -> bool:
@@ -123,6 +124,7 @@ class Copies:
             ledger.counters.refuse(_why(error))
             return False
         ledger.budget.take(storage.nbytes)
+        ledger.counters.early += 1
         return True
 
     # ------------------------------------------------------------------ arrivals

@@ -133,7 +133,7 @@ class Recipe(NamedTuple):
 class Counters:
     """What happened in one step. Counts, bytes and seconds; reset when a step begins.
 
-    `early_out` and `early_in` are those of the bytes out and in whose copy began while ops ran. `stalls` and `replays`
+    `early` copies began while ops ran; `early_out` and `early_in` are their bytes out and in. `stalls` and `replays`
     say when compute waited and ran ops again. `reloads` counts storages that were copied back, `recomputes` those that
     replays brought back, `recalls` those of them that had been moved. `questions` says how often the
     policy asked the view about a storage: what bringing it back takes, how stale it is, what is evicted around it.
@@ -147,6 +147,7 @@ class Counters:
     reloads: int = 0
     recomputes: int = 0
     recalls: int = 0
+    early: int = 0
     early_out: Bytes = 0
     early_in: Bytes = 0
     dropped_bytes: Bytes = 0

@@ -141,7 +141,7 @@ def simulate(
     )
     watched = policy.follows or step.plain_peak() > allowed  # else it costs half as much, which is not on paper
     controller = Controller(machine, policy, allowed)
-    run = _Run(step, machine, controller, frozenset(escaped), Attention.of(device) if watched else Attention())
+    run = _Run(step, machine, controller, frozenset(escaped), Attention.of(device, policy) if watched else Attention())
     for number in range(steps):
         status, why = run.go(number)
         if status != "ok":
@@ -224,10 +224,14 @@ class Attention(NamedTuple):
     """For every storage that leaves or comes back, and every op that runs again."""
     question: Seconds = 0.0
     """For every question of the policy."""
+    beside: Seconds = 0.0
+    """For every copy that begins while ops run."""
 
     @classmethod
-    def of(cls, device: Device) -> Attention:
-        return cls(device.watch_seconds, device.watch_root, device.handling_seconds, device.question_seconds)
+    def of(cls, device: Device, policy: AbstractPolicy) -> Attention:
+        op = device.watch_seconds + (device.follow_seconds if policy.follows else 0.0)
+        handling, question, beside = device.handling_seconds, device.question_seconds, device.beside_seconds
+        return cls(op, device.watch_root, handling, question, beside)
 
     def around(self, op: Op) -> Seconds:
         return self.op + self.root * sqrt(op.seconds or 0.0)
@@ -407,6 +411,7 @@ class _Run:
         counters, attention = self._controller.counters, self._attention
         events = counters.drops + counters.moves + counters.reloads + counters.recomputed_ops
         handled = attention.storage * events + attention.question * counters.questions
+        handled += attention.beside * counters.early
         seconds = op + handled - self._handled
         self._machine.work(seconds)
         self._handled, self._python = handled, self._python + seconds
