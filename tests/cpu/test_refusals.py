@@ -302,6 +302,19 @@ def test_what_an_update_takes_is_told(name: str, form: dict[str, Any], shapes: t
         assert 0 <= told.state + told.working - taken(optimizer.step) <= NUMBERS
 
 
+@pytest.mark.parametrize(("name", "form"), FORMS)
+def test_of_parameters_whose_state_is_there_an_update_adds_none(name: str, form: dict[str, Any]) -> None:
+    """One of them was without a gradient until now."""
+    parameters = [nn.Parameter(torch.randn(64, 128)) for _ in range(3)]
+    optimizer = getattr(torch.optim, name)(parameters, lr=1e-3, **form)
+    for updated in (parameters[:2], parameters):
+        for one in updated:
+            one.grad = torch.ones_like(one)
+        told = needs_of([optimizer])
+        took = taken(optimizer.step)
+    assert 0 <= told.state + told.working - took <= NUMBERS
+
+
 def _matrices() -> dict[str, tuple[Callable[..., Any], Tensor]]:
     torch.manual_seed(0)
     square = torch.randn(128, 128)

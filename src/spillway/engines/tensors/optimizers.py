@@ -129,8 +129,11 @@ def _of_lbfgs(optimizer: torch.optim.Optimizer) -> Update:
 def _of_group(optimizer: torch.optim.Optimizer, group: dict[str, Any], total: Update) -> Update:
     trained = [one for one in group["params"] if one.requires_grad]
     if group.get("foreach") or group.get("fused"):
-        new = any(not optimizer.state.get(one) for one in trained)
-        return total.beside(_measured(optimizer, group, trained, new=new), fresh=int(new))
+        new = [one for one in trained if not optimizer.state.get(one)]
+        measured = _measured(optimizer, group, trained, new=bool(new))
+        if 0 < len(new) < len(trained):  # others have theirs
+            measured = measured._replace(state=_measured(optimizer, group, new, new=True).state)
+        return total.beside(measured, fresh=int(bool(new)))
     alike: dict[Any, list[torch.Tensor]] = defaultdict(list)
     for one in trained:
         alike[local_of(one).shape, one.dtype].append(one)
