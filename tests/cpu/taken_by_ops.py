@@ -14,6 +14,8 @@ from spillway.engines.tensors.tally import Tally
 
 NEAR = 1024
 """Bytes of small things that nobody tells of; and a hundredth."""
+ABOVE = {"dilated far": 1.25}
+"""At most so many times what is taken is told where oneDNN weighs up two ways, by the size of the cache."""
 
 CONVOLUTIONS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "3x3": (lambda: nn.Conv2d(32, 32, 3, padding=1), (16, 32, 32, 32)),
@@ -78,7 +80,8 @@ def misses(name: str) -> list[str]:
         with Tally([x, *parameters, gradient, made]) as tally:
             run()
         now = taken(run)
-        if abs(now - tally.peak) > max(NEAR, now / 100):
+        above = ABOVE.get(name, 1.01) * now
+        if not now - max(NEAR, now / 100) <= tally.peak <= max(now + NEAR, above):
             found.append(f"{name}, {what}: {tally.peak} bytes are told and {now} taken")
     return found
 

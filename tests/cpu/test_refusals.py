@@ -93,6 +93,29 @@ def test_what_blocks_copy_of_arguments_buffers_and_attributes_is_counted(seed: i
     assert isinstance(block_refusal_cases.trained(seed, method, less), BudgetInfeasible)
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("method", ["lru", "checkpoint"])
+def test_with_hooks_around_a_forward_a_refusal_names_a_bound_from_below(method: str) -> None:
+    """Nobody knows what they make. Torch's own make weights."""
+
+    def refusal(prepare: Callable[[nn.Module], object]) -> BudgetInfeasible:
+        blocks = [nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(4)]
+        model, x = nn.Sequential(*blocks), torch.randn(512, 64)
+        for block in blocks:
+            prepare(block[0])
+        with spillway.manage(model, budget="150KiB", method=method) as memory:
+            with pytest.raises(BudgetInfeasible) as raised, memory.step(x):
+                model(x).square().mean().backward()
+            return raised.value
+
+    assert refusal(lambda linear: None).exact
+    if method == "checkpoint":
+        assert refusal(nn.utils.spectral_norm).exact
+    hooked = refusal(lambda linear: linear.register_forward_hook(lambda module, args, out: out.clamp(-1, 1)))
+    assert not hooked.exact
+    assert str(hooked).endswith("or more.")
+
+
 UNUSUAL = range(block_refusal_cases.OTHER, block_refusal_cases.OTHER + len(block_refusal_cases.UNUSUAL))
 
 
@@ -244,7 +267,8 @@ def test_what_an_lstm_takes_for_itself_is_told(
     ("queries", "keys", "width", "dtype"),
     [
         (16, 16, 8, torch.float32), (200, 130, 20, torch.float32), (800, 600, 64, torch.float32),
-        (200, 600, 8, torch.float64), (200, 600, 8, torch.bfloat16),
+        (200, 600, 8, torch.float64), (200, 600, 8, torch.bfloat16), (201, 603, 9, torch.bfloat16),
+        (70, 65, 7, torch.bfloat16), (66, 64, 8, torch.float16),
     ],
 )  # fmt: skip
 def test_what_attention_takes_for_itself_is_told(

@@ -30,6 +30,7 @@ from spillway.engines.tensors.devices import device_of, engine_for
 from spillway.engines.tensors.optimizers import Update
 from spillway.engines.tensors.origins import line_of_forward
 from spillway.engines.tensors.torch_compile import running_compiled
+from spillway.engines.tensors.twins import hooked
 from spillway.errors import (
     BudgetInfeasible,
     ModelError,
@@ -833,6 +834,10 @@ class _Step(AbstractStep):
         return None if rise is None else rise + rise // SAMPLES + self.state
 
     @property
+    def hears_all(self) -> bool:
+        return not hooked(self._session._model)
+
+    @property
     def under_way(self) -> Bytes:
         return self._session._under_way
 
@@ -1016,7 +1021,7 @@ class _Step(AbstractStep):
         if refusal.op == "the step" and not self._optimized and left > self._start and watch is not None:
             rise = watch.recomputing_again()
             if rise is not None:
-                smallest, exact = max(smallest, left + rise), True
+                smallest, exact = max(smallest, left + rise), self.hears_all
         smallest += session._under_way
         if (smallest, exact) == (refusal.smallest_budget, refusal.exact):
             return refusal

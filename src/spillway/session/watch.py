@@ -188,6 +188,10 @@ class Foresight(Protocol):
         """What it and its backward need, if every block is recomputed, and the optimizers' state with it; None where
         that cannot be told. The loss needs what the usual ones do, or nothing."""
 
+    @property
+    def hears_all(self) -> bool:
+        """Whether that is all: no hook of the user's stands around a forward."""
+
 
 Seam: TypeAlias = tuple[str, int]
 """Before a call begins ("begins"), goes backward ("reached"), or does so and runs again ("again"); of which call."""
@@ -336,7 +340,7 @@ class StepWatch:
                 return  # it depends on the loss what is enough: that is measured, and named before anything is updated
             smallest = max(smallest, level + rise)
         if not self._foresight.page_from_here():
-            self._refuse(level + least, self._engine.begun, smallest, exact=True)
+            self._refuse(level + least, self._engine.begun, smallest, exact=self._foresight.hears_all)
 
     def _action_of(self, block: str, call: int) -> Action:
         return self.passes[-1].decision.plan.action(self._engine.begun) if self.passes else Action.KEEP
@@ -632,7 +636,8 @@ class StepWatch:
                 if windows and rise is not None:  # what the loss needs has been seen by now
                     seen = self._start + max(window.peak for window in windows) + self._foresight.state
                     told = min(told, max(seen, level - self._died + rise))
-            self._refuse(taken, number, max(taken, told), exact=told >= taken)  # less has been told wrong
+            sure = told >= taken and self._foresight.hears_all  # less has been told wrong
+            self._refuse(taken, number, max(taken, told), exact=sure)
 
     def _told(self) -> Bytes | None:
         """What is taken now, where the allocator tells it to the byte."""

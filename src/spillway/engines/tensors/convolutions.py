@@ -262,11 +262,14 @@ def _forward(this: _Convolution) -> Bytes:
 
 
 def _strip(this: _Convolution) -> Bytes:
-    """As much of an unfolded image as its product is made of at once, for the cache."""
+    """As much of an unfolded image as its product is made of at once, for the cache: some columns of all channels, or
+    all of some channels, whichever is more. oneDNN weighs up which is faster."""
     whole, kernel = this.unfolded(), prod(this.kernel)
-    room = _cache() // this.itemsize - kernel * this.inner * this.outer
-    columns = room // ((prod(this.stride) + kernel) * this.inner + this.outer) // 48 * 48
-    return min(whole, this.inner * kernel * max(columns, 48) * this.itemsize) if len(this.image) == 2 else whole
+    room, beside = _cache() // this.itemsize, prod(this.stride) + kernel
+    columns = (room - kernel * this.inner * this.outer) // (beside * this.inner + this.outer) // 48 * 48
+    channels = this.inner // -(-this.inner // max(room // (beside * prod(this.made)), 1))
+    strip = max(this.inner * max(columns, 48), channels * prod(this.made)) * kernel * this.itemsize
+    return min(whole, strip) if len(this.image) == 2 else whole
 
 
 def _forward_blocks(this: _Convolution) -> tuple[int, bool]:

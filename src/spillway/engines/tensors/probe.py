@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from spillway.engines.tensors.mutated_saves import allowed
 from spillway.engines.tensors.optimizers import Update, assumed, update_of
 from spillway.engines.tensors.tally import Tally
-from spillway.engines.tensors.twins import results_of, unseen, untouched, usual_loss, without_content
+from spillway.engines.tensors.twins import hooked, results_of, unseen, untouched, usual_loss, without_content
 from spillway.errors import BudgetInfeasible
 from spillway.internals.private import grad_mode
 from spillway.ir.timeline import Kind
@@ -83,8 +83,8 @@ def smallest_budget(
 
     It is exact if the models could be run on fake tensors as they were called, or the first of them, if none was called
     by then, with the batch (`model(**batch)`, `model(*batch)` or `model(batch)`, or as much of it as the model takes);
-    a bound from below otherwise, where the policy refuses steps by itself, and where code takes addresses of what the
-    step makes: that stays, and nobody knows how much more there would have been of it.
+    a bound from below otherwise, where the policy refuses steps by itself, where a model has forward hooks, and where
+    code takes addresses of what the step makes: that stays, and nobody knows how much more there would have been of it.
     """
     update = functools.reduce(Update.beside, (update_of(one) or assumed(one) for one in optimizers), Update())
     escaped = [storage for storage in list(engine.table.values()) if storage.escaped]
@@ -100,7 +100,7 @@ def smallest_budget(
     return BudgetInfeasible(
         needed=error.needed + reserved, allowed=error.allowed + reserved, op=error.op, op_index=error.op_index,
         smallest_budget=int(largest * MARGIN) + reserved,
-        exact=probed is not None and known and not engine.controller.policy.refuses,
+        exact=probed is not None and known and not engine.controller.policy.refuses and not any(map(hooked, models)),
     )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -28,6 +29,11 @@ _BLOCKED: Final = 32
 """Columns that LAPACK works on at once."""
 _UNTOLD: Final = frozenset({"aten::mkldnn_rnn_layer"})
 """Ops whose last result is a workspace that fake tensors have no size of."""
+_PACKS: Final[Mapping[torch.dtype, tuple[str, int, int]]] = MappingProxyType(
+    {torch.bfloat16: ("_is_amx_tile_supported", 64, 4), torch.float16: ("_is_amx_fp16_supported", 16, 1)}
+)
+"""Types that an attention packs keys and values of, where the processor has tiles for products of them (and what
+`torch.cpu` calls that): from so many queries and keys on, and if it is to be so many times less than the products."""
 
 
 def _of_batch_norm(args: Sequence[Any], out: Any) -> Bytes:
@@ -68,7 +74,33 @@ def _of_attention(args: Sequence[Any], out: Any) -> Bytes:
     query, key = args[:2]
     rows, columns = _in_blocks(query, key)
     own = (rows * columns + 2 * rows + rows * int(query.shape[-1])) * max(4, query.itemsize)
-    return int(own + _shorter(query) * rows * columns) * torch.get_num_threads()
+    packed = _packed(query, key, rows, columns, causal=len(args) > 4 and bool(args[4]))
+    return int(own + _shorter(query) * rows * columns) * torch.get_num_threads() + packed
+
+
+def _packed(query: torch.Tensor, key: torch.Tensor, rows: int, columns: int, *, causal: bool) -> Bytes:
+    """Keys and values packed for tiles, a block of keys turned around in every thread, and what lengths that are odd
+    are filled up with."""
+    supported, least, times = _PACKS.get(query.dtype, ("", 0, 0))
+    (batch, heads, queries, width), keys, threads = query.shape, int(key.shape[2]), torch.get_num_threads()
+    if not supported or min(queries, keys) < least or not _has_tiles(supported):
+        return 0
+    pairs, blocks = batch * int(key.shape[1]), batch * heads * -(-queries // rows)
+    seen = min(queries, keys) if causal else keys
+    if (blocks + threads - 1) // threads * rows * seen < times * pairs * keys:
+        return 0
+    wide, tail = width + width % 2, (keys - 1) % columns + 1
+    filled = (keys - 1) // columns * (columns + columns % 2) + tail + tail % 2
+    turned = columns * width + rows * (wide * (width % 2) + columns % 2)
+    return int(pairs * (wide * keys + filled * width) + threads * turned) * query.itemsize
+
+
+def _has_tiles(supported: str) -> bool:
+    """As far as the processor, torch's settings and the environment allow oneDNN."""
+    most = os.environ.get("ONEDNN_MAX_CPU_ISA", os.environ.get("DNNL_MAX_CPU_ISA", "")).upper()
+    capped = most not in ("", "ALL", "DEFAULT") and "AMX" not in most
+    has = getattr(torch.cpu, supported, None)  # older ones cannot tell
+    return has is not None and bool(has()) and not capped and bool(torch._C._get_mkldnn_enabled())
 
 
 def _of_attention_backward(args: Sequence[Any], out: Any) -> Bytes:

@@ -95,7 +95,8 @@ _OF_ALL_MODULES: Final = (
     "_global_module_registration_hooks", "_global_parameter_registration_hooks", "_global_buffer_registration_hooks",
 )  # fmt: skip
 """Copies are called without hooks; what their forward makes, or finds in a closure, is not."""
-_OF_ONE_MODULE: Final = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_AROUND_FORWARD: Final = ("_forward_pre_hooks", "_forward_hooks")
+_OF_ONE_MODULE: Final = (*_AROUND_FORWARD, "_backward_pre_hooks", "_backward_hooks")
 _OF_ONE_TENSOR: Final = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
@@ -191,6 +192,13 @@ def untouched(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
+
+
+def hooked(model: torch.nn.Module) -> bool:
+    """Whether a forward of the model calls hooks that a copy does not call, other than torch's own: what they make is
+    not seen."""
+    hooks = [hook for part in model.modules() for name in _AROUND_FORWARD for hook in vars(part)[name].values()]
+    return any(not (getattr(hook, "__module__", None) or "").startswith("torch.") for hook in hooks)
 
 
 def _call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
