@@ -25,9 +25,9 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("tiers",),
     ("native",),
     ("engines",),
-    ("calibration",),  # measures this machine: its ops, its tiers, its engine
-    ("simulation",),
     ("recording",),
+    ("calibration",),  # measures this machine: its ops, its tiers, its engine, a plan for a recorded step
+    ("simulation",),
     ("report",),  # before the session, which offers it to the user
     ("session",),
     ("workloads", "doctor"),

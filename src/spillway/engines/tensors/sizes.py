@@ -413,7 +413,7 @@ def _needs_formula(info: OpInfo, args: Sequence[Any]) -> bool:
 def _key(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         if value.layout is torch.strided:
-            return value.shape, value.stride(), value.dtype
+            return value.shape, value.stride(), value.dtype, value.device
         return value.shape, value.layout, value.dtype, *(_key(part) for part in inner_tensors(value))
     if isinstance(value, list | tuple):
         return tuple(_key(element) for element in value)
