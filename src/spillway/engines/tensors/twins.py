@@ -195,10 +195,10 @@ def untouched(model: torch.nn.Module) -> Iterator[None]:
 
 
 def hooked(model: torch.nn.Module) -> bool:
-    """Whether a forward of the model calls hooks that a copy does not call, other than torch's own: what they make is
-    not seen."""
+    """Whether a forward of the model calls hooks that a copy does not call, other than torch's and Spillway's own: what
+    they make is not seen."""
     hooks = [hook for part in model.modules() for name in _AROUND_FORWARD for hook in vars(part)[name].values()]
-    return any(not (getattr(hook, "__module__", None) or "").startswith("torch.") for hook in hooks)
+    return any(not (getattr(hook, "__module__", None) or "").startswith(("torch.", "spillway.")) for hook in hooks)
 
 
 def _call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
