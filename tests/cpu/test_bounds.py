@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import spillway
 from spillway.engines.tensors.bounds import bound_of
 from spillway.engines.tensors.cpu_machine import tensors_of
 from spillway.engines.tensors.mode import Completion, Seen
@@ -215,3 +216,15 @@ def test_what_has_to_grow_and_what_has_no_operand_is_told_whole(call: tuple[Any,
     bound = info.bound(args) if info.bound is not None else told
     made = func(*args, **kwargs).untyped_storage().nbytes()
     assert made <= min(told, bound) <= made + CLOSE
+
+
+def test_what_an_op_makes_on_the_meta_device_is_not_believed_of_real_tensors() -> None:
+    model, budget = torch.nn.Linear(128, 128), 4 << 20
+    with spillway.manage(model, torch.optim.SGD(model.parameters()), budget=budget, method="lru") as memory:
+        for _ in range(2):
+            x = torch.randn(1024, 128)
+            with memory.step(x):
+                torch.empty(x.shape, device="meta").clone()
+                copies = [x.clone() for _ in range(12)]
+                model(copies[-1]).square().mean().backward()
+            assert memory.history[-1].peak_bytes <= budget

@@ -24,6 +24,8 @@ LEVEL: Final = 0.95
 """Of confidence intervals."""
 FEWEST: Final = 2
 """Batch sizes that make a line."""
+_ROUNDING: Final = 1e-12
+"""Share of what is fitted below which it does not vary: what is left is of how processors add up."""
 _MANY: Final = 1000
 """Degrees of freedom from which on the normal distribution is taken: they are 3e-4 apart at most."""
 _HALVINGS: Final = 200
@@ -130,7 +132,8 @@ def _fitted(sizes: _Floats, values: _Floats, knee: float, freedom: int) -> Line:
     slope, intercept, held = _solved(bent, values)
     free = freedom + bool(held)  # what is held is not fitted
     predicted = slope * bent + intercept
-    straight = len(sizes) <= FEWEST or not numpy.ptp(predicted) or not numpy.ptp(values)
+    flat = _ROUNDING * float(numpy.abs(values).max())
+    straight = len(sizes) <= FEWEST or min(numpy.ptp(predicted), numpy.ptp(values)) <= flat
     return Line(
         slope=slope, intercept=intercept, knee=knee, count=len(sizes), freedom=free,
         r=None if straight else float(numpy.corrcoef(predicted, values)[0, 1]),
