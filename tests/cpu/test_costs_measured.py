@@ -163,8 +163,9 @@ def test_what_watching_costs_is_told_apart_from_copies_and_recomputing(
 
     def steps(trainer: Any) -> Iterator[watching._Step]:
         pressed, follows = trainer.allowed < MiB, trainer.policy is None
-        handled, questions = 8 * pressed, (50 if not follows and trainer.policy.foresees else 3) * pressed
-        early = (6 if follows else 2) * pressed * (questions != 3 or follows)
+        foresees = not follows and trainer.policy.foresees
+        handled, questions = 8 * pressed, (50 if foresees else 3) * pressed
+        early = (6 * follows + 2 * foresees) * pressed
         python = 0.3 + 1e-3 * roots[trainer.shape.rows] + 1e-3 * 100 * follows
         python += 10e-3 * handled + 2e-3 * questions + 4e-3 * early
         yield watching._Step(

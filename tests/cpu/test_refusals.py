@@ -96,7 +96,7 @@ def test_what_blocks_copy_of_arguments_buffers_and_attributes_is_counted(seed: i
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("method", ["lru", "checkpoint"])
 def test_with_hooks_around_a_forward_a_refusal_names_a_bound_from_below(method: str) -> None:
-    """Nobody knows what they make. Torch's own make weights."""
+    """Nobody knows what they make. Torch's own make weights, of which the tensor engine's copy of a model has none."""
 
     def refusal(prepare: Callable[[nn.Module], object]) -> BudgetInfeasible:
         blocks = [nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(4)]

@@ -87,12 +87,12 @@ def measure_watching(directory: Path, link: Speed) -> Watching:
         peaks[shape] = trainer.peak()
         watched[shape] = _median(_Trainer(shape, LRU(), peaks[shape] - 1, directory).steps())
     op, root = _law([((step.ops, roots[shape]), step.python, step.python) for shape, step in watched.items()])
-    laws, waited, copies = list[_Sample](), 0.0, 0
+    samples, waited, copies = list[_Sample](), 0.0, 0
 
     def add(shape: _Shape, step: _Step, followed: int) -> None:
         """What is not said by the law of ops."""
         rest = step.python - op * step.ops - root * roots[shape]
-        laws.append(((step.handled, step.questions, followed, step.early), rest, step.python))
+        samples.append(((step.handled, step.questions, followed, step.early), rest, step.python))
 
     for shape in _PRESSED:
         for policy in (LRU(), Delta()):
@@ -105,7 +105,7 @@ def measure_watching(directory: Path, link: Speed) -> Watching:
         for allowed in (peaks[shape], peaks[shape] // _PART):
             step = _median(_Trainer.following(shape, allowed, directory).steps())
             add(shape, step, step.ops)
-    storage, question, follow, beside = _law(laws)
+    storage, question, follow, beside = _law(samples)
     return Watching(
         op=op, root=root, storage=storage, question=question, follow=follow, beside=beside,
         copy=max(waited / max(copies, 1), 0.0),

@@ -32,11 +32,17 @@ _ADDING: Final[Bytes] = 12288
 """What kernels have that add up gradients of weights from several threads, beside these gradients."""
 
 
+def most_instructions() -> str:
+    """What the environment caps oneDNN's instructions at, in capitals; empty if it does not."""
+    most = os.environ.get("ONEDNN_MAX_CPU_ISA", os.environ.get("DNNL_MAX_CPU_ISA", "")).upper()
+    return "" if most in ("ALL", "DEFAULT") else most
+
+
 @cache
 def _wide() -> int:
     """Channels in a block, as far as the processor and the environment allow oneDNN."""
-    most = os.environ.get("ONEDNN_MAX_CPU_ISA", os.environ.get("DNNL_MAX_CPU_ISA", ""))
-    capped = most.upper().startswith(("SSE", "AVX2")) or most.upper() == "AVX"
+    most = most_instructions()
+    capped = most.startswith(("SSE", "AVX2")) or most == "AVX"
     cpu: Any = torch.cpu
     return 16 if cpu._is_avx512_supported() and not capped else _NARROW
 

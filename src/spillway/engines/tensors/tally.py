@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -17,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from spillway.engines.tensors.collectives import NAMESPACES
-from spillway.engines.tensors.convolutions import within_convolution, within_convolution_backward
+from spillway.engines.tensors.convolutions import most_instructions, within_convolution, within_convolution_backward
 from spillway.engines.tensors.lists import part_of
 from spillway.engines.tensors.ops import arguments_per_element
 from spillway.engines.tensors.sizes import FORMULAS, pages, rnn_row
@@ -97,8 +96,8 @@ def _packed(query: torch.Tensor, key: torch.Tensor, rows: int, columns: int, *, 
 
 def _has_tiles(supported: str) -> bool:
     """As far as the processor, torch's settings and the environment allow oneDNN."""
-    most = os.environ.get("ONEDNN_MAX_CPU_ISA", os.environ.get("DNNL_MAX_CPU_ISA", "")).upper()
-    capped = most not in ("", "ALL", "DEFAULT") and "AMX" not in most
+    most = most_instructions()
+    capped = most != "" and "AMX" not in most
     has = getattr(torch.cpu, supported, None)  # older ones cannot tell
     return has is not None and bool(has()) and not capped and bool(torch._C._get_mkldnn_enabled())
 
