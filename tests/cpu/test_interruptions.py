@@ -249,7 +249,7 @@ def test_finding_the_smallest_budget_that_works_leaves_no_trace() -> None:
     with pytest.raises(spillway.BudgetInfeasible) as refusal, memory.step(batch_of(0)):
         step_of(model, optimizer, 0)
     memory.close()
-    assert refusal.value.exact
+    assert not refusal.value.exact  # nobody knows beforehand what the forward hook will take
     assert heard == [Tensor]
     assert [type(tensor) for tensor in model[1].seen] == [Tensor]
     assert model[1].calls == 1
