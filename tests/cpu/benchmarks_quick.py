@@ -29,7 +29,8 @@ def assert_complete(name: str, result: Result) -> None:
     assert json.loads(json.dumps(data, allow_nan=False)) == data
     assert result.checks != []
     for column, shown in zip(result.columns, zip(*data["table"]["rows"], strict=True), strict=True):
-        assert any(shown) or column.key == "cause", column.head  # there is none where nothing is apart
+        # Nothing has a cause where nothing is apart, and a busy machine may have times that do not go with the batch.
+        assert any(shown) or column.key in ("cause", "r_time"), column.head
     assert show.markdown([data], "benchmarks").count("\n|") == 2 + len(result.rows)
 
 
