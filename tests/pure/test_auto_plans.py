@@ -11,7 +11,7 @@ import pytest
 
 from spillway.methods import auto
 from spillway.methods.actions import Action
-from spillway.methods.auto import POLISHED, Auto
+from spillway.methods.auto import POLISHED, SERVED, Auto
 from spillway.methods.auto.choosing import Planned
 from spillway.methods.auto.choosing import plan as planned
 from spillway.methods.auto.menus import WINDOW
@@ -142,17 +142,32 @@ def test_rates_that_differ_from_step_to_step_are_no_reason_to_plan_again() -> No
     training.made = 0
     for _ in range(400):
         training.step(draw.randrange(70, 112), rate=1e6 * draw.uniform(0.5, 1.5))
-    assert training.made <= 400 // POLISHED, "none before it was used so often"
+    assert training.made <= 400 // SERVED, "none before it was used so often"
 
 
 def test_a_link_that_has_become_another_one_is_planned_for_where_sizes_are_met_often() -> None:
     training = learned(110)
     training.made = 0
-    for _ in range(WINDOW + 2 * POLISHED):
+    for _ in range(WINDOW + 2 * SERVED):
         did = training.step(110, rate=1e3)
     assert training.method.rates == (1e3, 1e3)
     assert 1 <= training.made <= 3
     assert not any(action.moves for action in did.actions), "a thousand bytes a second are not worth it"
+
+
+@pytest.mark.parametrize(("before", "after", "uses"), [(3e5, 1e6, SERVED), (1e6, 1e5, POLISHED), (1e5, 1e3, 0)])
+def test_a_plan_serves_until_another_one_is_worth_what_planning_takes(before: float, after: float, uses: int) -> None:
+    """Where copies are so much slower, that is soon; where they were too slow for anything to be moved, never."""
+    training = learned(110, before)
+    training.step(110, before)  # by a plan
+    training.made, training.method._latest.uses = 0, 0
+    made = []
+    for _ in range(2 * SERVED):
+        used = training.method._latest.uses
+        training.step(110, after)
+        if training.made and not made:
+            made.append(used)
+    assert made == ([uses] if uses else [])
 
 
 @pytest.mark.parametrize(("rate", "share"), [(1e7, 1.25), (1e7, 0.75), (3e5, 0.8)])

@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import ceil, floor, log
+from math import ceil, floor, inf, log
 from statistics import median
 from typing import Final, Self, final
 
@@ -71,8 +71,11 @@ SPARE: Final = 0.005
 FEW: Final = 12
 """Blocks for which a plan is made with more effort at once: it takes no longer than a first one for twice as many."""
 POLISHED: Final = 8
-"""After so many uses a plan is made with more effort, and made again where copies are faster or slower than it took
-them to be and that matters: what planning takes is little beside so many steps."""
+"""After so many uses a plan is made with more effort, and may be made again where copies are faster or slower now."""
+SERVED: Final = 32
+"""After so many it is made again where its step takes `LONGER`, and sooner where it takes more; where copies are faster
+nobody knows what another plan would spare, and it serves so many. Planning takes some hundredths of a step: beside so
+many steps that is a thousandth."""
 FASTER: Final = 1.3
 """Copies that are less times as fast as a plan took them to be are no reason for another one. Over the 96 instances of
 `benchmarks/auto_planner.py` such plans take .4 % of a plain step more than new ones, in the mean."""
@@ -297,12 +300,13 @@ class Auto(AbstractBlockMethod):
         they are now. It is known then as what it comes to there."""
         rates = self._menus.rates
         if known.effort is not Effort.POLISH or rates == (known.problem.out_rate, known.problem.in_rate):
-            return known.effort is Effort.POLISH
+            return known.effort is Effort.POLISH and known.uses < known.due
         problem = replace(known.problem, out_rate=rates[0], in_rate=rates[1])
         outcome = simulate(problem, known.planned.choice)
         faster = any(now > FASTER * then for now, then in zip(rates, known.rates, strict=True))
-        least = problem.plain if faster else known.seconds
-        if not outcome.fits or outcome.seconds > least + LONGER * problem.plain:
+        lost, little = outcome.seconds - (problem.plain if faster else known.seconds), LONGER * problem.plain
+        known.due = inf if lost <= little else SERVED if faster else SERVED * little / lost
+        if not outcome.fits or known.uses >= known.due:
             return False
         planned = Planned(choice=known.planned.choice, outcome=outcome)
         made = self._made(known.plan.size, known.plan.available, problem, planned)
@@ -395,6 +399,8 @@ class _Remembered:
     """Whether it moves anything."""
     uses: int = 0
     """How many steps it was used in."""
+    due: float = inf
+    """After how many it is made again."""
 
 
 @lru_cache(maxsize=PLANS)
