@@ -4,13 +4,17 @@ change is changed in a second run as well."""
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
+import spillway
 from tests.cpu.callbacks import BLOCKS, TENSORS, Training
 from tests.cpu.families import difference, state_of
 
@@ -43,6 +47,21 @@ class LouderOps(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         return out * 1.5 if func is torch.ops.aten.tanh.default else out
+
+
+class HeardOps(TorchDispatchMode):
+    """Notes ops, and adds to every copy that is none of the model's. Of a result that autograd saves it is shown a
+    `detach` where there are no hooks for saved tensors, and else none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.ops.aten.detach.default:
+            self.ops.append(str(func))
+        out = func(*args, **(kwargs or {}))
+        return out + 1 if func is torch.ops.aten.clone.default else out
 
 
 def heard(method: str | None) -> list[Counter[str]]:
@@ -137,3 +156,52 @@ def test_modes_are_open_again_after_what_a_block_raised(method: str) -> None:
                 stack = [torch._C._get_function_stack_at(at) for at in range(torch._C._len_torch_function_stack())]
                 assert stack == [outer, inner]
             assert torch._C._len_torch_function_stack() == 0
+
+
+def ops_heard(method: str | None) -> list[tuple[list[str], Counter[str]]]:
+    """In each step: of the forward in order, and of the backward."""
+    training, found = Training(), []
+    batch = torch.stack(training.rows)
+    session = training.manage(method) if method is not None else nullcontext()
+    with session as memory:
+        for _ in range(STEPS):
+            mode = HeardOps()
+            with memory.step(batch) if memory is not None else nullcontext():
+                training.optimizer.zero_grad()
+                with mode:
+                    loss = training.loss(training.model(batch))
+                    forward, mode.ops = mode.ops, []
+                    loss.backward()  # type: ignore[no-untyped-call]
+                training.optimizer.step()
+            found.append((forward, Counter(mode.ops)))
+    return found
+
+
+@pytest.mark.parametrize("method", [*TENSORS, *BLOCKS])
+def test_a_dispatch_mode_hears_the_ops_of_the_model_and_of_second_runs(method: str) -> None:
+    plainly, found = ops_heard(None), ops_heard(method)
+    assert [forward for forward, _ in found] == [forward for forward, _ in plainly]
+    of_blocks = Counter(plainly[0][0])
+    for (_, plain), (_, under) in zip(plainly, found, strict=True):
+        assert plain <= under
+        assert under - plain <= (Counter() if method in (*TENSORS, "offload") else of_blocks)
+
+
+@pytest.mark.parametrize("method", ["auto", "checkpoint"])
+def test_what_torch_counts_is_not_counted_twice_where_blocks_are_looked_for(method: str) -> None:
+    def counted(memory: spillway.Session | None) -> list[int]:
+        found = []
+        for _ in range(2):
+            mode = FlopCounterMode(display=False)
+            with memory.step(x) if memory is not None else nullcontext():
+                with mode:
+                    loss = model(x).square().mean()
+                found.append(mode.get_total_flops())
+                loss.backward()
+        return found
+
+    model, x = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4))), torch.randn(256, 64)
+    plainly = counted(None)
+    with spillway.manage(model, budget="32 MiB", method=method) as memory:
+        assert counted(memory) == plainly
+        assert memory.blocks

@@ -454,7 +454,7 @@ class Environment:
 
     @contextlib.contextmanager
     def __call__(self, wanted: Captured) -> Iterator[None]:
-        """Everything inside runs as it would have when `wanted` was captured; afterwards all is as before. Function
+        """Everything inside runs as it would have when `wanted` was captured; afterwards all is as before. The user's
         modes hear what is called through `heard`."""
         streams = self.streams()
         flags = self._settings.now()
@@ -474,7 +474,7 @@ class Environment:
             many, weights = wanted.parametrized
             set_parametrized((many, dict(weights)))
             stack.enter_context(only_function_modes(wanted.function_modes, bypassed=True))
-            stack.enter_context(only_dispatch_modes(wanted.dispatch_modes))
+            stack.enter_context(only_dispatch_modes(wanted.dispatch_modes, bypassed=True))
             stack.enter_context(_within(wanted.variables.copy()))
             yield
 

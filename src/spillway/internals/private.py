@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import operator
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -12,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, ParamSpec, Self, TypeVar, cast
 
 import torch
+from torch import _ops
 from torch.nn.utils import parametrize
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import (
@@ -53,16 +53,22 @@ def convolves_by(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
 
 def function_modes() -> list[Any]:
     """Those of this thread, the outermost first, whether they hear what runs now or not."""
-    return [*_hidden.modes, *_function_mode_stack()]
+    return [*_hidden.functions, *_function_mode_stack()]
 
 
 class _Hidden(threading.local):
-    modes: Sequence[Any] = ()
+    """Modes that hear nothing at the moment, the outermost first."""
+
+    functions: Sequence[Any] = ()
+    dispatch: Sequence[Any] = ()
+    """With our own that were open among them, which go on to hear."""
 
 
 _hidden: Final = _Hidden()
 _function_mode_stack: Final = cast("Callable[[], list[Any]]", _get_current_function_mode_stack)
 _open_function_modes: Final = cast("Callable[[], int]", cast(Any, torch._C)._len_torch_function_stack)
+_dispatch_mode_stack: Final = cast("Callable[[], list[Any]]", _get_current_dispatch_mode_stack)
+_open_dispatch_modes: Final = cast("Callable[[], int]", cast(Any, torch._C)._len_torch_dispatch_stack)
 
 
 def _set_function_modes(modes: Sequence[Any]) -> None:
@@ -72,22 +78,57 @@ def _set_function_modes(modes: Sequence[Any]) -> None:
         cast(Any, torch._C)._push_on_torch_function_stack(mode)
 
 
+def _set_dispatch_modes(modes: Sequence[Any]) -> None:
+    while _open_dispatch_modes():
+        _pop_mode()
+    for mode in modes:
+        _push_mode(mode)
+
+
+def _is_ours(mode: object) -> bool:
+    return type(mode).__module__.startswith("spillway.")
+
+
 def unheard_by_modes(function: Callable[P, R]) -> Callable[P, R]:
-    """What the function asks of tensors, and the ops that it runs, are no news to the user's function modes; but for
-    what it calls through `heard`."""
+    """What the function asks of tensors, and the ops that it runs, are no news to the user's modes, of functions and of
+    ops; but for what it calls through `heard`."""
+    quietly = unheard_by_function_modes(function)
+
+    @functools.wraps(function)
+    def alone(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not _open_dispatch_modes():
+            return quietly(*args, **kwargs)
+        before, modes = _hidden.dispatch, _dispatch_mode_stack()
+        ours = [mode for mode in modes if _is_ours(mode)]
+        if len(ours) == len(modes):
+            return quietly(*args, **kwargs)
+        try:
+            _hidden.dispatch = modes
+            _set_dispatch_modes(ours)
+            return quietly(*args, **kwargs)
+        finally:
+            _set_dispatch_modes(_hidden.dispatch)
+            _hidden.dispatch = before
+
+    return alone
+
+
+def unheard_by_function_modes(function: Callable[P, R]) -> Callable[P, R]:
+    """The same for modes of functions alone: for what a mode of ours does with an op, of which the modes around it are
+    to hear."""
 
     @functools.wraps(function)
     def quietly(*args: P.args, **kwargs: P.kwargs) -> R:
         if not _open_function_modes():
             return function(*args, **kwargs)
-        before, modes = _hidden.modes, _function_mode_stack()
+        before, modes = _hidden.functions, _function_mode_stack()
         try:
-            _hidden.modes = modes
+            _hidden.functions = modes
             _set_function_modes(())
             return function(*args, **kwargs)
         finally:
-            _set_function_modes(_hidden.modes)
-            _hidden.modes = before
+            _set_function_modes(_hidden.functions)
+            _hidden.functions = before
 
     return quietly
 
@@ -95,62 +136,80 @@ def unheard_by_modes(function: Callable[P, R]) -> Callable[P, R]:
 @contextlib.contextmanager
 def only_function_modes(modes: Sequence[Any], *, bypassed: bool = False) -> Iterator[None]:
     """These alone hear what runs within; `bypassed`, what it calls through `heard`."""
-    before, now = _hidden.modes, _function_mode_stack()
+    before, now = _hidden.functions, _function_mode_stack()
     try:
-        _hidden.modes = modes if bypassed else ()
+        _hidden.functions = modes if bypassed else ()
         _set_function_modes(() if bypassed else modes)
         yield
     finally:
         _set_function_modes(now)
-        _hidden.modes = before
+        _hidden.functions = before
+
+
+@contextlib.contextmanager
+def only_dispatch_modes(modes: Sequence[Any], *, bypassed: bool = False) -> Iterator[None]:
+    """These and our own that are open hear what runs within; `bypassed`, these what it calls through `heard`."""
+    before, now = _hidden.dispatch, _dispatch_mode_stack()
+    ours = [mode for mode in now if _is_ours(mode)]
+    wanted = [*modes, *ours]
+    try:
+        _hidden.dispatch = wanted if bypassed and modes else ()
+        _set_dispatch_modes(ours if bypassed else wanted)
+        yield
+    finally:
+        _set_dispatch_modes(now)
+        _hidden.dispatch = before
 
 
 def heard(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     """Call what is the user's, from within what is `unheard_by_modes`."""
-    if not _hidden.modes:
+    if _hidden.dispatch:
+        return _heard_by_dispatch_modes(function, *args, **kwargs)
+    return _heard_by_function_modes(function, *args, **kwargs)
+
+
+def _heard_by_function_modes(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    if not _hidden.functions:
         return function(*args, **kwargs)
-    modes, _hidden.modes = _hidden.modes, ()
+    modes, _hidden.functions = _hidden.functions, ()
     try:
         _set_function_modes(modes)
         return function(*args, **kwargs)
     finally:
-        _hidden.modes = _function_mode_stack()
+        _hidden.functions = _function_mode_stack()
         _set_function_modes(())
 
 
-def dispatch_modes() -> list[Any]:
-    """Of this thread, the outermost first, but for our own."""
-    return [mode for mode in _dispatch_mode_stack() if not _is_ours(mode)]
-
-
-@contextlib.contextmanager
-def only_dispatch_modes(modes: Sequence[Any]) -> Iterator[None]:
-    """These are open within, and our own that are."""
-    present = _dispatch_mode_stack()
-    ours = [mode for mode in present if _is_ours(mode)]
-    wanted = [*modes, *ours]
-    if len(wanted) == len(present) and all(map(operator.is_, wanted, present)):
-        yield
-        return
+def _heard_by_dispatch_modes(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """Around modes of ours that were opened since."""
+    now, modes = _dispatch_mode_stack(), _hidden.dispatch
+    inner = [one for one in now if not any(one is other for other in modes)]
     try:
-        _set_dispatch_modes(wanted)
-        yield
+        _hidden.dispatch = ()
+        _set_dispatch_modes([*modes, *inner])
+        return _heard_by_function_modes(function, *args, **kwargs)
     finally:
-        _set_dispatch_modes(present)
+        _hidden.dispatch = [one for one in _dispatch_mode_stack() if not any(one is other for other in inner)]
+        _set_dispatch_modes(now)
 
 
-_dispatch_mode_stack: Final = cast("Callable[[], list[Any]]", _get_current_dispatch_mode_stack)
+def dispatch_modes() -> list[Any]:
+    """Of this thread, the outermost first, whether they hear what runs now or not; but for our own."""
+    return [mode for mode in (*_hidden.dispatch, *_dispatch_mode_stack()) if not _is_ours(mode)]
 
 
-def _is_ours(mode: object) -> bool:
-    return type(mode).__module__.startswith("spillway.")
+_included: Final = cast("Callable[[Any], bool]", cast(Any, torch._C)._dispatch_tls_is_dispatch_key_included)
+_PYTHON_DISPATCHER: Final = cast(Any, torch._C)._dispatch_key_parse("PythonDispatcher")
 
 
-def _set_dispatch_modes(modes: Sequence[Any]) -> None:
-    for _ in _dispatch_mode_stack():
-        _pop_mode()
-    for mode in modes:
-        _push_mode(mode)
+def traced() -> bool:
+    """Whether a mode of torch's stands around what runs that takes ops for something else: `make_fx` writes them down,
+    fake tensors have no content, `functionalize` knows no writes. Or every op is another one, in Python."""
+    if cast(Any, _ops)._len_torch_dispatch_stack_pre_dispatch() or _included(_PYTHON_DISPATCHER):
+        return True
+    return bool(_hidden.dispatch or _open_dispatch_modes()) and any(
+        getattr(mode, "_mode_key", None) is not None for mode in dispatch_modes()
+    )
 
 
 def unheard(function: Callable[P, R]) -> Callable[P, R]:

@@ -456,6 +456,7 @@ class BlockSession(Session):
 
     # ------------------------------------------------------------------ blocks
 
+    @unheard_by_modes
     def _open(self, names: Sequence[str]) -> BlockEngine:
         there = dict(self._model.named_modules())
         above = [there.get(name, there.get(name.rpartition(".")[0], self._model)) for name in names]  # of a group
@@ -525,6 +526,7 @@ class BlockSession(Session):
         engine.begin_forward(args, kwargs)  # not through what stands in front, which is running
         return engine.goes_on(forward)(*args, **kwargs)
 
+    @unheard_by_modes
     def _found(
         self, forward: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[list[str], BaseException | None]:
@@ -718,6 +720,7 @@ class _Step(AbstractStep):
         named = partial(session._tensors, self._batch)
         session._paging.begin(self, named, self._signature, session._models, nameless, self.deferred.shut)
 
+    @unheard_by_modes
     def page_from_here(self) -> bool:
         """Watch every op of the rest of the step; whether that can begin here."""
         session, watch = self._session, self._watch
@@ -742,6 +745,7 @@ class _Step(AbstractStep):
             self._session._paging.forget(self._entered[1:])
             self._session._untried = True
 
+    @unheard_by_modes
     def graph_grows(self) -> None:
         """A backward is about to begin that makes a graph of itself."""
         if self._watch is not None and self._watch.graph_grows():
@@ -775,6 +779,7 @@ class _Step(AbstractStep):
         self._page(max(level - self._start, 0))
         return True
 
+    @unheard_by_modes
     def watch(self) -> None:
         """From here on the engine's blocks are told what to do, and measured."""
         session = self._session
@@ -999,6 +1004,7 @@ class _Step(AbstractStep):
     def refused(self) -> BudgetInfeasible | None:
         return self._session._budget.refused
 
+    @unheard_by_modes
     def told(self, refusal: BudgetInfeasible) -> BudgetInfeasible:
         self._put_back()
         told = self._told(refusal)
@@ -1030,6 +1036,7 @@ class _Step(AbstractStep):
             smallest_budget=smallest, exact=exact,
         )  # fmt: skip
 
+    @unheard_by_modes
     def conclude(self) -> None:
         seconds = time.perf_counter() - self._began
         session = self._session

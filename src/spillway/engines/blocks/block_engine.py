@@ -15,6 +15,7 @@ from typing import Any, Final, Protocol, TypeAlias, final
 import numpy as np
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
 from spillway.budgets import parse_budget
 from spillway.engines.blocks.arithmetic import compiled
@@ -40,7 +41,7 @@ from spillway.engines.environment import Environment, Generator
 from spillway.errors import ModelError, UsageError
 from spillway.internals.interrupts import by_signal
 from spillway.internals.machine_memory import usable_memory
-from spillway.internals.private import counted_storage, heard, unheard_by_modes
+from spillway.internals.private import counted_storage, heard, traced, unheard_by_modes
 from spillway.methods.actions import USUAL, Action, ActionOptions
 from spillway.tiers.cuda_streams import CudaStreams
 from spillway.tiers.disk import DiskTier
@@ -401,6 +402,7 @@ class BlockEngine:
     def call(self, number: int) -> HeldCall:
         return HeldCall(self._runtime, self._calls[self.unit(number)], self._reports[number])
 
+    @unheard_by_modes
     def revoke(self, block: str, call: int = 0) -> Bytes:
         """Give up what autograd saved in a call, to have it recomputed; how many bytes that freed.
 
@@ -422,6 +424,7 @@ class BlockEngine:
         for mine, theirs in zip(self._found, other._found, strict=True):
             mine.learn_from(theirs)
 
+    @unheard_by_modes
     def close(self) -> None:
         """Give the model its own forwards back. Graphs that are still there can be run backward."""
         self.closed = True  # blocks run plainly; what follows may be done again, where it was interrupted
@@ -457,8 +460,10 @@ class BlockEngine:
         return self._grouped.get(self.model, forward)
 
     def begin_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A forward of the model begins, for whoever stands in front of the model and calls what is behind."""
-        watched = torch.is_grad_enabled() and self._runtime.runs_nothing
+        """A forward of the model begins, for whoever stands in front of the model and calls what is behind. One that
+        somebody traces is none."""
+        runs = self._runtime.runs_nothing and not traced()
+        watched = torch.is_grad_enabled() and runs
         if watched:  # else calls of blocks run plainly, and a graph that is there goes on to be told of
             if self.observer is not None:
                 self.observer.forward_is_over()
@@ -476,7 +481,7 @@ class BlockEngine:
             if self.observer is not None:
                 self.called = without_bytes(args, kwargs)
                 self.observer.forward_begins()
-        elif self.observer is not None and not torch.is_grad_enabled() and self._runtime.runs_nothing:
+        elif self.observer is not None and not torch.is_grad_enabled() and runs:
             self.observer.evaluation_begins(args, kwargs)
         if self.closed:  # in the middle of an extra forward, which puts the modules back with the hooks they had
             self._remove_hooks()
@@ -677,11 +682,14 @@ def without_bytes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, d
 
 
 def hooks_are_off() -> bool:
-    """Whether nothing is saved for a later backward here: traced by a compiler, or under a functional transform."""
+    """Whether nothing is saved for a later backward here that a second run could bring back: traced by a compiler or a
+    mode, under a functional transform, or with tangents, which no saved tensor shows."""
     return (
         torch.compiler.is_compiling()
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None
+        or forward_ad._current_level >= 0
+        or traced()
     )
 
 

@@ -39,7 +39,7 @@ from spillway.engines.blocks.compiled_blocks import CompiledHook
 from spillway.engines.blocks.compress import Compressor
 from spillway.engines.blocks.containers import freeze, tensors, thaw
 from spillway.engines.blocks.fingerprints import first_changed, remember_some
-from spillway.engines.blocks.functorch_hooks import Packing
+from spillway.engines.blocks.functorch_hooks import Packing, outside_of_transforms, under_transforms
 from spillway.engines.blocks.homes import Homes
 from spillway.engines.blocks.hook import Hook
 from spillway.engines.blocks.iterators import CannotCopyError
@@ -541,6 +541,12 @@ class BlockCall:
     def unpack(self, saved: SavedTensor) -> Tensor:
         """A saved tensor, for autograd. Raises RuntimeError if the tensor was written to since it was saved, and
         RecomputeError if the block cannot run again as it ran."""
+        with outside_of_transforms() if under_transforms() else contextlib.nullcontext():
+            value = self._value_of(saved)
+        result: Tensor = value if self.outer is None else heard(self.outer[1], value)
+        return result
+
+    def _value_of(self, saved: SavedTensor) -> Any:
         saved.check()
         if self.ended:
             self.runtime.homes.reached()
@@ -566,8 +572,7 @@ class BlockCall:
             saved.value = None  # rule 7
         if torch._C._current_graph_task_id() == -1:
             self.clear()  # somebody looks at the graph; no end of a backward will come
-        result: Tensor = value if self.outer is None else heard(self.outer[1], value)
-        return result
+        return value
 
     def _judge(self) -> None:
         """The backward is here: what was going to be written to the arguments has been written."""

@@ -20,7 +20,8 @@ FOREIGN: Final = frozenset(
 """Packages whose objects have nothing to do with what a model computes."""
 STATEFUL: Final = (
     "torch.quasirandom", "torch.distributions.", "torch.utils.data.sampler", "torch.utils.data.distributed",
-    "torch.utils.weak", "torch.nn.utils.", "torch.optim.", "torch.amp.", "torch.cuda.amp.",
+    "torch.utils.weak", "torch.utils.flop_counter", "torch.utils.module_tracker", "torch.nn.utils.", "torch.optim.",
+    "torch.amp.", "torch.cuda.amp.",
 )  # fmt: skip
 """What in `FOREIGN` has objects that it does have to do with."""
 LIBRARIES: Final = FOREIGN | sys.stdlib_module_names | {

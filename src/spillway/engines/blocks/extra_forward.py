@@ -33,7 +33,14 @@ from spillway.engines.environment import Environment
 from spillway.engines.tensors.torch_compile import asked_before
 from spillway.engines.tensors.torch_patches import METHODS, NOTING
 from spillway.engines.tensors.twins import nobody_warned
-from spillway.internals.private import Place, function_modes, grad_mode, unheard_by_modes
+from spillway.internals.private import (
+    Place,
+    dispatch_modes,
+    function_modes,
+    grad_mode,
+    unheard_by_function_modes,
+    unheard_by_modes,
+)
 from spillway.internals.private import storage_address as address
 from spillway.units import Bytes
 
@@ -71,7 +78,7 @@ def undone(
     Raises CannotCopyError if it is called with something that cannot be told from the rest of the program, more can be
     reached than is looked at, or the forward moves a generator on.
     """
-    modes = *_get_current_dispatch_mode_stack(), *function_modes()
+    modes = *_get_current_dispatch_mode_stack(), *dispatch_modes(), *function_modes()
     reach = Reach(reach_of(modules, args, kwargs, *modes))
     if reach.too_much:
         raise CannotCopyError(reach.too_much)
@@ -157,7 +164,7 @@ class Seen(cast(Any, TorchDispatchMode)):  # type: ignore[misc]  # torch's class
         self._versions: list[tuple[Tensor, int]] = []
         self._places: list[tuple[Tensor, Place]] = []
 
-    @unheard_by_modes
+    @unheard_by_function_modes
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self._copying:
@@ -189,6 +196,7 @@ class Seen(cast(Any, TorchDispatchMode)):  # type: ignore[misc]  # torch's class
         elif not self._is_there(thing._cdata) and thing.device.type != "meta":
             self._copy(thing._cdata, thing)
 
+    @unheard_by_modes
     def _before(self, tensor: Tensor) -> None:
         key, storage = address(tensor), tensor.untyped_storage()
         begin = _begin(storage)

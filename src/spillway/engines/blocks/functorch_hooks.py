@@ -1,4 +1,4 @@
-"""Hooks for saved tensors that let `torch.func` work inside."""
+"""Hooks for saved tensors that let `torch.func` work inside, and around."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from collections.abc import Iterator
 from typing import Any, Final, cast, final
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import graph
 from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
 
 _autograd: Final[Any] = torch._C._autograd
 _MINE: Final = __name__.rpartition(".")[0]
+_VMAP: Final = cast(Any, torch._C)._dispatch_key_parse("VmapMode")
+"""By which `is_grads_batched` refuses random numbers."""
 
 
 @final
@@ -33,6 +36,31 @@ class Packing(saved_tensors_hooks):
         super().__exit__(*exception)
 
 
+def under_transforms() -> bool:
+    """Whether transforms of `torch.func`, or `is_grads_batched`, stand around what runs, or hooks are refused."""
+    included = cast(Any, torch._C)._dispatch_tls_is_dispatch_key_included(_VMAP)
+    return included or torch._C._functorch.peek_interpreter_stack() is not None or _refusal() is not None
+
+
+@contextlib.contextmanager
+def outside_of_transforms() -> Iterator[None]:
+    """Around what was outside of them when it first ran, and runs again in a backward that is not."""
+    hidden, refused = torch._C.DispatchKeySet(_VMAP), _refusal()
+    with cast(Any, torch._C)._ExcludeDispatchKeyGuard(hidden), temporarily_clear_interpreter_stack():
+        try:
+            _autograd._saved_tensors_hooks_enable()
+            yield
+        finally:
+            if refused is not None:
+                _autograd._saved_tensors_hooks_disable(refused, False)
+
+
+def _refusal() -> str | None:
+    """With which hooks are refused, if they are."""
+    refusal: str | None = _autograd._saved_tensors_hooks_get_disabled_error_message()
+    return refusal
+
+
 @contextlib.contextmanager
 def _pass_ours_by(message: str) -> Iterator[None]:
     """In place of `disable_saved_tensors_hooks`, which fails where there are any."""
@@ -41,7 +69,7 @@ def _pass_ours_by(message: str) -> Iterator[None]:
         with disable_saved_tensors_hooks(message):
             yield
         return
-    before = _autograd._saved_tensors_hooks_get_disabled_error_message()
+    before = _refusal()
     passed_by = _autograd._saved_tensors_hooks_set_tracing(True)
     _autograd._saved_tensors_hooks_disable(message, False)
     try:

@@ -34,7 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from spillway.engines.blocks.homes import Homes
 from spillway.engines.blocks.saved import FrozenTensor
 from spillway.engines.tensors.torch_compile import asked_before, uncompiled
-from spillway.internals.private import counted_storage, unheard_by_modes
+from spillway.internals.private import counted_storage, unheard_by_function_modes, unheard_by_modes
 from spillway.internals.private import storage_address as address
 from spillway.methods.actions import EXPENSIVE_NAMES
 from spillway.units import Bytes
@@ -109,6 +109,7 @@ class Selection:
     def kept(self) -> list[FrozenTensor]:
         return [one for result in self.results if result is not None for one in result.kept]
 
+    @unheard_by_modes
     def note(self, op: Any, looks: Looks, made: Any, given: list[Tensor]) -> None:
         """An op has run for the first time."""
         found = _tensors_of(made)
@@ -135,6 +136,7 @@ class Selection:
             self._overwritten.add((self._call, number))
             self.results[number] = None
 
+    @unheard_by_modes
     def shares(self, tensor: Tensor, twins: list[Tensor]) -> None:
         """An op has returned other tensors over the bytes of one."""
         _, result = self._of(tensor)
@@ -228,7 +230,7 @@ def _leave() -> bool:
 class Keeping(AbstractSelecting):  # type: ignore[no-untyped-call]
     """Around the first run."""
 
-    @unheard_by_modes
+    @unheard_by_function_modes
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the op, and note what it returns and what it writes to."""
         kwargs = kwargs or {}
@@ -258,7 +260,7 @@ class Supplying(AbstractSelecting):  # type: ignore[no-untyped-call]
         self.skipped = 0
         """Ops that did not run."""
 
-    @unheard_by_modes
+    @unheard_by_function_modes
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Answer with what was kept, or run the op."""
         kwargs = kwargs or {}
@@ -271,6 +273,7 @@ class Supplying(AbstractSelecting):  # type: ignore[no-untyped-call]
                 return made
         return op(*args, **kwargs)
 
+    @unheard_by_modes
     def _kept(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         number, results = self.count, self.selection.results
         self.count += 1

@@ -19,7 +19,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from spillway.internals.private import storage_of, unheard_by_modes
+from spillway.internals.private import storage_of, unheard_by_function_modes
 
 _GRAPH: Final[Any] = torch.autograd.graph
 _PLAIN: Final = (torch.Tensor, torch.nn.Parameter, FakeTensor)
@@ -78,7 +78,7 @@ def _instead_of(original: Any, key: Callable[[torch.Tensor], tuple[int, ...]]) -
         return original
 
     @functools.wraps(original)
-    @unheard_by_modes
+    @unheard_by_function_modes
     def keyed(tensor: torch.Tensor) -> Any:
         plain = type(tensor) in _PLAIN and torch._C._has_storage(tensor)
         return key(tensor) if plain else original(tensor)

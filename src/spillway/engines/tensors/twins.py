@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from spillway.engines.tensors.torch_compile import asked_before
 from spillway.internals.locks import renew_in_children
-from spillway.internals.private import function_modes, only_function_modes
+from spillway.internals.private import function_modes, only_dispatch_modes, only_function_modes
 from spillway.internals.python_warnings import unwarned
 
 _autograd: Final[Any] = torch._C._autograd
@@ -37,7 +37,7 @@ def unseen() -> Iterator[None]:
     Anomaly detection is global by nature: other threads are without it meanwhile.
     """
     with ExitStack() as stack:
-        for others in (_disable_current_modes, _functions_unseen, _nothing_profiled, _nothing_cached, _nothing_packed):
+        for others in (_disable_current_modes, _modes_unseen, _nothing_profiled, _nothing_cached, _nothing_packed):
             stack.enter_context(others())
         stack.enter_context(asked_before(lambda: False))
         stack.enter_context(streams_kept())
@@ -156,9 +156,10 @@ def _nothing_cached() -> Iterator[None]:
 
 
 @contextmanager
-def _functions_unseen() -> Iterator[None]:
+def _modes_unseen() -> Iterator[None]:
     # These say where tensors are made.
-    with only_function_modes([mode for mode in function_modes() if isinstance(mode, DeviceContext)]):
+    devices = [mode for mode in function_modes() if isinstance(mode, DeviceContext)]
+    with only_function_modes(devices), only_dispatch_modes(()):
         yield
 
 
