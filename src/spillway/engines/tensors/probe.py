@@ -27,7 +27,7 @@ from spillway.errors import BudgetInfeasible
 from spillway.internals.private import grad_mode
 from spillway.ir.timeline import Kind
 from spillway.memory.ledger import SMALLEST_MOVABLE
-from spillway.units import Bytes
+from spillway.units import Bytes, format_bytes
 
 if TYPE_CHECKING:
     from spillway.engines.tensors.tensor_engine import TensorEngine
@@ -97,11 +97,19 @@ def smallest_budget(
         (probed or 0) + update.small + sum(one.nbytes for one in escaped),
     )
     reserved = engine.controller.budget.reserved
-    return BudgetInfeasible(
+    told = BudgetInfeasible(
         needed=error.needed + reserved, allowed=error.allowed + reserved, op=error.op, op_index=error.op_index,
         smallest_budget=int(largest * MARGIN) + reserved,
         exact=probed is not None and known and not engine.controller.policy.refuses and not any(map(hooked, models)),
     )  # fmt: skip
+    if not known:
+        stays = sum(one.nbytes for one in escaped if one.kind in _MADE)
+        told.add_note(
+            f"Code has taken the addresses of {format_bytes(stays)} that the step made, as NumPy's arrays have them: "
+            f"that stays, and how much more of it the rest of the step makes is not known. What steps take without a "
+            f"budget (StepReport.peak_bytes) is enough."
+        )
+    return told
 
 
 def _small(models: Sequence[torch.nn.Module], batch: Any) -> Bytes:
