@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any, Final, ParamSpec, Self, TypeVar, cast
 
 import torch
-from torch import _ops
 from torch.nn.utils import parametrize
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import (
@@ -199,13 +198,14 @@ def dispatch_modes() -> list[Any]:
 
 
 _included: Final = cast("Callable[[Any], bool]", cast(Any, torch._C)._dispatch_tls_is_dispatch_key_included)
+_BEFORE_AUTOGRAD: Final = cast(Any, torch._C).DispatchKey.PreDispatch
 _PYTHON_DISPATCHER: Final = cast(Any, torch._C)._dispatch_key_parse("PythonDispatcher")
 
 
 def traced() -> bool:
     """Whether a mode of torch's stands around what runs that takes ops for something else: `make_fx` writes them down,
     fake tensors have no content, `functionalize` knows no writes. Or every op is another one, in Python."""
-    if cast(Any, _ops)._len_torch_dispatch_stack_pre_dispatch() or _included(_PYTHON_DISPATCHER):
+    if _included(_BEFORE_AUTOGRAD) or _included(_PYTHON_DISPATCHER):
         return True
     return bool(_hidden.dispatch or _open_dispatch_modes()) and any(
         getattr(mode, "_mode_key", None) is not None for mode in dispatch_modes()
