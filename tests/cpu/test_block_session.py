@@ -510,3 +510,37 @@ def test_a_step_that_never_calls_the_model_says_so() -> None:
     with managed(training, "1GiB") as memory, unseen, memory.step(training.batches[0]):
         training.model.tokens.weight.sum().backward()
         training.optimizer.step()
+
+
+def trained_by_transforms(budget: int | None, steps: int = 3) -> tuple[list[int], int]:
+    """The peaks of steps whose only forward is within `torch.func`, where blocks run plainly; and what was named by the
+    refusal that ended them, or 0."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)))
+    optimizer, x = torch.optim.Adam(model.parameters()), torch.randn(8, 64)
+
+    def loss(weights: dict[str, Tensor]) -> Tensor:
+        return torch.func.functional_call(model, weights, (x,)).square().mean()
+
+    named = 0
+    with spillway.manage(model, optimizer, budget=budget, method="checkpoint") as memory:
+        try:
+            for _ in range(steps):
+                with memory.step(x):
+                    weights = {name: weight.detach() for name, weight in model.named_parameters()}
+                    for name, gradient in torch.func.grad(loss)(weights).items():
+                        model.get_parameter(name).grad = gradient
+                    optimizer.step()
+                    optimizer.zero_grad()
+        except BudgetInfeasible as refusal:
+            named = refusal.smallest_budget
+    return [report.peak_bytes for report in memory.history if report.peak_bytes], named
+
+
+@pytest.mark.filterwarnings("ignore:.*without calling it")
+def test_an_update_after_a_forward_within_transforms_is_refused_before_it_passes_the_budget() -> None:
+    peak = max(trained_by_transforms(None)[0])
+    for budget in (peak - 1, peak * 9 // 10):
+        passed, enough = trained_by_transforms(budget)
+        assert max(passed, default=0) <= budget < enough <= peak * 1.01
+        assert trained_by_transforms(enough)[1] == 0

@@ -932,6 +932,7 @@ class _Step(AbstractStep):
 
     def _check_alone(self, trace: AbstractTrace, needs: Update) -> None:
         """Of a step in which no block was heard of, as where `torch.func` calls the model."""
+        trace.mark()  # whose level is what is there now
         windows = trace.so_far()
         if not windows:
             return
