@@ -30,7 +30,7 @@ from spillway.engines.tensors.devices import device_of, engine_for
 from spillway.engines.tensors.optimizers import Update
 from spillway.engines.tensors.origins import line_of_forward
 from spillway.engines.tensors.torch_compile import running_compiled
-from spillway.engines.tensors.twins import hooked
+from spillway.engines.tensors.twins import others_hear
 from spillway.errors import (
     BudgetInfeasible,
     ModelError,
@@ -840,7 +840,7 @@ class _Step(AbstractStep):
 
     @property
     def hears_all(self) -> bool:
-        return not hooked(self._session._model)
+        return not others_hear(self._session._model)
 
     @property
     def under_way(self) -> Bytes:

@@ -190,7 +190,7 @@ class Foresight(Protocol):
 
     @property
     def hears_all(self) -> bool:
-        """Whether that is all: no hook of the user's stands around a forward."""
+        """Whether that is all: no mode and no hook of the user's stands around a forward."""
 
 
 Seam: TypeAlias = tuple[str, int]

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from spillway.engines.tensors.mutated_saves import allowed
 from spillway.engines.tensors.optimizers import Update, assumed, update_of
 from spillway.engines.tensors.tally import Tally
-from spillway.engines.tensors.twins import hooked, results_of, unseen, untouched, usual_loss, without_content
+from spillway.engines.tensors.twins import others_hear, results_of, unseen, untouched, usual_loss, without_content
 from spillway.errors import BudgetInfeasible
 from spillway.internals.private import grad_mode
 from spillway.ir.timeline import Kind
@@ -70,7 +70,6 @@ class Called(NamedTuple):
     """Whether it ran under gradients."""
 
 
-@unseen()
 def smallest_budget(
     error: BudgetInfeasible,
     engine: TensorEngine,
@@ -83,24 +82,27 @@ def smallest_budget(
 
     It is exact if the models could be run on fake tensors as they were called, or the first of them, if none was called
     by then, with the batch (`model(**batch)`, `model(*batch)` or `model(batch)`, or as much of it as the model takes);
-    a bound from below otherwise, where the policy refuses steps by itself, where a model has forward hooks, and where
-    code takes addresses of what the step makes: that stays, and nobody knows how much more there would have been of it.
+    a bound from below otherwise, where the policy refuses steps by itself, where hooks or modes stand around a forward,
+    and where code takes addresses of what the step makes: that stays, and nobody knows how much more there would have
+    been of it.
     """
-    update = functools.reduce(Update.beside, (update_of(one) or assumed(one) for one in optimizers), Update())
-    escaped = [storage for storage in list(engine.table.values()) if storage.escaped]
-    known = all(one.kind not in _MADE for one in escaped if one.nbytes >= SMALLEST_MOVABLE)
-    probed = _probe(models, batch, calls)
-    largest = max(
-        error.needed,  # with what could not leave then
-        engine.controller.counters.floor_bytes + engine.never_leaves(),
-        update.large + update.small + _small(models, batch),
-        (probed or 0) + update.small + sum(one.nbytes for one in escaped),
-    )
+    heard = any(map(others_hear, models))
+    with unseen():
+        update = functools.reduce(Update.beside, (update_of(one) or assumed(one) for one in optimizers), Update())
+        escaped = [storage for storage in list(engine.table.values()) if storage.escaped]
+        known = all(one.kind not in _MADE for one in escaped if one.nbytes >= SMALLEST_MOVABLE)
+        probed = _probe(models, batch, calls)
+        largest = max(
+            error.needed,  # with what could not leave then
+            engine.controller.counters.floor_bytes + engine.never_leaves(),
+            update.large + update.small + _small(models, batch),
+            (probed or 0) + update.small + sum(one.nbytes for one in escaped),
+        )
     reserved = engine.controller.budget.reserved
     told = BudgetInfeasible(
         needed=error.needed + reserved, allowed=error.allowed + reserved, op=error.op, op_index=error.op_index,
         smallest_budget=int(largest * MARGIN) + reserved,
-        exact=probed is not None and known and not engine.controller.policy.refuses and not any(map(hooked, models)),
+        exact=probed is not None and known and not engine.controller.policy.refuses and not heard,
     )  # fmt: skip
     if not known:
         stays = sum(one.nbytes for one in escaped if one.kind in _MADE)

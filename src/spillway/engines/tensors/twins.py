@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from spillway.engines.tensors.torch_compile import asked_before
 from spillway.internals.locks import renew_in_children
-from spillway.internals.private import function_modes, only_dispatch_modes, only_function_modes
+from spillway.internals.private import dispatch_modes, function_modes, only_dispatch_modes, only_function_modes
 from spillway.internals.python_warnings import unwarned
 
 _autograd: Final[Any] = torch._C._autograd
@@ -195,9 +195,11 @@ def untouched(model: torch.nn.Module) -> Iterator[None]:
             parameter.grad = gradient
 
 
-def hooked(model: torch.nn.Module) -> bool:
-    """Whether a forward of the model calls hooks that a copy does not call, other than torch's and Spillway's own: what
-    they make is not seen."""
+def others_hear(model: torch.nn.Module) -> bool:
+    """Whether somebody stands around a forward of the model who does not stand around that of a copy, so that what he
+    makes is not seen: a mode, or a hook other than torch's and Spillway's own."""
+    if dispatch_modes() or not all(isinstance(mode, DeviceContext) for mode in function_modes()):
+        return True
     hooks = [hook for part in model.modules() for name in _AROUND_FORWARD for hook in vars(part)[name].values()]
     return any(not (getattr(hook, "__module__", None) or "").startswith(("torch.", "spillway.")) for hook in hooks)
 
