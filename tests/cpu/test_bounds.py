@@ -218,6 +218,24 @@ def test_what_has_to_grow_and_what_has_no_operand_is_told_whole(call: tuple[Any,
     assert made <= min(told, bound) <= made + CLOSE
 
 
+@pytest.mark.parametrize(
+    ("func", "args"),
+    [
+        (aten.native_dropout.default, (ROWS, 0.5, False)),
+        (aten.native_dropout.default, (ROWS, 0.0, True)),
+        (aten.select_scatter.default, (some(1, 64).expand(512, 64), some(64), 0, 0)),
+        (aten.slice_scatter.default, (some(1, 64).expand(512, 64), some(9, 64), 0, 0, 9)),
+        (aten.diagonal_scatter.default, (some(1, 64).expand(64, 64), some(64))),
+        (aten.as_strided_scatter.default, (some(1, 64).expand(512, 64), some(64), [64], [1], 0)),
+    ],
+    ids=["dropout that is off", "dropout of nothing", "select", "slice", "diagonal", "strided"],
+)
+def test_what_a_kernel_copies_is_told_where_its_meta_function_or_a_storage_does_not(
+    func: Any, args: tuple[Any, ...]
+) -> None:
+    assert Sizes().expected(OpInfo(func), args, {})[1] >= created(func, args)
+
+
 def test_what_an_op_makes_on_the_meta_device_is_not_believed_of_real_tensors() -> None:
     model, budget = torch.nn.Linear(128, 128), 4 << 20
     with spillway.manage(model, torch.optim.SGD(model.parameters()), budget=budget, method="lru") as memory:

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any, Final, cast, final
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from spillway.engines.tensors.calls import inner_tensors, operands
 from spillway.engines.tensors.ops import OpInfo
@@ -81,8 +82,9 @@ def _whole_storage(args: Sequence[Any]) -> Bytes:
 
 
 def _cloned_with_storage(args: Sequence[Any]) -> Bytes:
-    """What is written into a view is a copy of the whole storage, of which the first argument may show a part."""
-    return int(args[0].untyped_storage().nbytes()) + _SLACK
+    """What is written into a view is a copy of the whole storage, of which the first argument may show a part, or every
+    element several times."""
+    return int(max(args[0].untyped_storage().nbytes(), args[0].numel() * args[0].element_size())) + _SLACK
 
 
 def _bins(args: Sequence[Any]) -> list[int]:
@@ -429,19 +431,17 @@ def _meta_bytes(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> By
         meta_kwargs["device"] = torch.device("meta")
     operand_storages = [storage_of(tensor) for _, tensor, _ in operands(info, meta_args, meta_kwargs)]
     given = {storage._cdata: storage.nbytes() for storage in operand_storages}
-    created: dict[int, Bytes] = {}
     slack = _SLACK if "loss" in info.name else 0
-    stack = [info.func(*meta_args, **meta_kwargs)]
-    while stack:
-        result = stack.pop()
-        if isinstance(result, torch.Tensor):
-            storage = storage_of(result)
-            if storage._cdata not in given:
-                created[storage._cdata] = storage.nbytes() + slack
-        elif isinstance(result, list | tuple):
-            stack.extend(result)
+    out = info.func(*meta_args, **meta_kwargs)
+    results = [tensor for tensor in tree_leaves(out) if isinstance(tensor, torch.Tensor)]
+    made = {storage._cdata: storage.nbytes() + slack for storage in map(storage_of, results)}
+    created = sum(nbytes for key, nbytes in made.items() if key not in given)
+    if (
+        not info.writes and not info.composite
+    ):  # the kernel copies what the meta function hands back: dropout that is off
+        created += sum(one.numel() * one.element_size() for one in results if storage_of(one)._cdata in given)
     grown = {storage._cdata: storage.nbytes() - given[storage._cdata] for storage in operand_storages}
-    return int(sum(created.values()) + sum(max(growth, 0) for growth in grown.values()))
+    return int(created + sum(max(growth, 0) for growth in grown.values()))
 
 
 def _to_meta(value: Any) -> Any:
