@@ -177,6 +177,48 @@ def test_a_nested_tensor_in_an_evaluation_inside_a_step_is_as_without() -> None:
             assert torch.equal(encoder(x, src_key_padding_mask=padding), expected)
 
 
+class Veiled(Tensor):
+    """A wrapper that does not say what it wraps."""
+
+    inside: Tensor
+
+    @staticmethod
+    def __new__(cls, inside: Tensor) -> Veiled:
+        make: Any = Tensor
+        made: Veiled = make._make_wrapper_subclass(cls, inside.shape, strides=inside.stride(), dtype=inside.dtype)
+        made.inside = inside
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*(one.inside if isinstance(one, Veiled) else one for one in args), **(kwargs or {}))
+        return Veiled(out) if func is torch.ops.aten.detach.default else out
+
+
+def _veiled(model: nn.Sequential) -> list[Tensor]:
+    return [model[0].weight * 1]  # type: ignore[operator]
+
+
+def _of_nothing(model: nn.Sequential) -> list[Tensor]:
+    nothing = torch._efficientzerotensor(256, 128)
+    return [torch.ops.aten.mul.Scalar(nothing, 2.0) for _ in range(12)]
+
+
+@pytest.mark.parametrize("body", [_veiled, _of_nothing])
+def test_what_has_a_size_and_no_memory_neither_counts_nor_leaves(body: Callable[[nn.Sequential], list[Tensor]]) -> None:
+    model = nn.Sequential(*[nn.Linear(128, 128) for _ in range(6)])
+    if body is _veiled:
+        model[0].weight = nn.Parameter(Veiled(torch.randn(128, 128)), requires_grad=False)
+    with spillway.manage(model, budget=1_000_000, method="lru") as memory:
+        with memory.step():
+            kept = body(model)
+            model(torch.randn(256, 128)).square().mean().backward()
+        report = memory.history[0]
+    assert report.moves > 0
+    assert report.peak_bytes <= 1_000_000
+    assert all(bool(torch.isfinite(one).all()) for one in kept)
+
+
 def test_a_custom_op_is_never_run_again() -> None:
     calls = []
 

@@ -44,6 +44,18 @@ is_wrapper: Final = cast("Callable[[torch.Tensor], bool]", is_traceable_wrapper_
 """Whether a tensor is a subclass that wraps others: it has a storage with a size and no memory."""
 
 
+def is_hollow(tensor: torch.Tensor) -> bool:
+    """Whether its storage has a size and no memory: a wrapper's, also of one that does not say what it wraps, a fake
+    tensor's, a zero tensor's."""
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter):
+        return tensor._is_zerotensor()
+    try:
+        storage_of(tensor).data_ptr()
+    except RuntimeError:
+        return True
+    return is_wrapper(tensor) or tensor._is_zerotensor()
+
+
 def convolves_by(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *how: Any) -> str:
     """The name of the implementation that torch chooses for a convolution, by the arguments of `aten::convolution`."""
     chosen: Any = cast(Any, torch._C)._select_conv_backend(x, weight, bias, *how, bias_sizes=None)

@@ -33,7 +33,7 @@ from spillway.engines.tensors.turns import end_turn
 from spillway.errors import BudgetInfeasible, EngineError, SpillFullError
 from spillway.internals.dispatch_key import unwatched
 from spillway.internals.interrupts import deliver
-from spillway.internals.private import bytes_over, is_leaf, is_wrapper, unheard
+from spillway.internals.private import bytes_over, is_hollow, is_leaf, unheard
 from spillway.internals.private import storage_address as _address
 from spillway.internals.private import storage_of as _storage_of
 from spillway.internals.process_memory import ResidentSet
@@ -176,7 +176,7 @@ class TensorEngine(AbstractTensorEngine):
             self.pass_by(tensor)
             return None
         key = _address_or_none(tensor)
-        if key == NO_ADDRESS or is_wrapper(tensor) or tensor._is_zerotensor():  # the last two: a size and no memory
+        if key == NO_ADDRESS or is_hollow(tensor):
             self.unmanaged += 1
             return None
         if tensor.is_conj() or tensor.is_neg() or tensor.is_nested:
@@ -254,7 +254,7 @@ class TensorEngine(AbstractTensorEngine):
 
     def register_new(self, tensor: torch.Tensor) -> Storage | None:
         key = _address_or_none(tensor)
-        if key == NO_ADDRESS or tensor.device not in self.backend.devices or is_wrapper(tensor):
+        if key == NO_ADDRESS or tensor.device not in self.backend.devices or is_hollow(tensor):
             self.pass_by(tensor)
             return None
         return None if key in self.table else self.register(tensor, key)
