@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from spillway.engines.blocks.fingerprints import Fingerprint, fingerprint
 from spillway.engines.environment import Environment
 from spillway.internals.dispatch_key import unwatched
-from spillway.internals.private import Place, bytes_over, is_wrapper
+from spillway.internals.private import Place, bytes_over, is_hollow
 from spillway.session.inputs import parameters_of
 from spillway.units import Bytes, KiB
 
@@ -78,7 +78,7 @@ class Before:
         for _, buffers in self._held:
             for name, one in buffers.items():
                 if one is not None and not one.is_meta:
-                    if torch._C._has_storage(one) and not is_wrapper(one):
+                    if torch._C._has_storage(one) and not is_hollow(one):
                         storage = one.untyped_storage()
                         self._locations.append(_Location(name, one, storage, Place.of(one), _version(one)))
                     else:
