@@ -451,6 +451,24 @@ def test_a_thread_in_a_step_of_its_own_counts_for_that_alone(served: Arena) -> N
     assert trace.level() == 0
 
 
+def test_a_thread_in_a_step_that_is_watched_op_by_op_counts_for_no_trace(served: Arena, tmp_path: Path) -> None:
+    trace, memory, others = ArenaTrace({}), arena.OpMemory(tmp_path), []
+
+    def another() -> None:
+        memory.begin(10 * MiB)
+        others.append(filled(MiB, 1))
+        memory.end()
+        others.append(filled(100, 1))
+
+    thread = threading.Thread(target=another)
+    thread.start()
+    thread.join()
+    assert trace.level() == 100
+    others.clear()
+    assert trace.level() == 0
+    memory.close()
+
+
 def test_traces_are_found_again_when_they_die(served: Arena) -> None:
     traces = [arena.Trace({}) for _ in range(32)]
     with pytest.raises(NativeError, match="too many"):

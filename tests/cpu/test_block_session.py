@@ -544,3 +544,28 @@ def test_an_update_after_a_forward_within_transforms_is_refused_before_it_passes
         passed, enough = trained_by_transforms(budget)
         assert max(passed, default=0) <= budget < enough <= peak * 1.01
         assert trained_by_transforms(enough)[1] == 0
+
+
+@pytest.mark.parametrize("method", ["auto", "checkpoint", "mimose"])
+def test_sparse_gradients_are_there_when_the_next_forward_of_a_step_begins(method: str) -> None:
+    """As where they accumulate; it ended in an error of torch's, as they have no bytes of their own."""
+
+    def trained(budget: int | None) -> tuple[list[Tensor], int]:
+        torch.manual_seed(0)
+        blocks = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)]
+        model = nn.Sequential(nn.Embedding(500, 64, sparse=True), *blocks)
+        optimizers = [torch.optim.SparseAdam(model[0].parameters()), torch.optim.SGD(model[1:].parameters(), 0.1)]
+        with spillway.manage(model, optimizers, budget=budget, method=method) as memory:
+            for _ in range(3):
+                with memory.step(batch := torch.randint(500, (512,))):
+                    for part in batch.chunk(2):
+                        model(part).square().mean().backward()
+                    for optimizer in optimizers:
+                        optimizer.step()
+                        optimizer.zero_grad()
+        return list(model.parameters()), max(report.peak_bytes for report in memory.history)
+
+    plain, peak = trained(None)
+    found, most = trained(budget := peak * 9 // 10)
+    assert all(map(torch.equal, plain, found))
+    assert most <= budget

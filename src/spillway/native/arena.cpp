@@ -18,7 +18,8 @@
 //  4. What is small, and what the range or the system has no room for, is torch's own allocator's, and so is the error.
 //  5. Nothing here is ever destroyed: tensors outlive the interpreter.
 //  6. A trace counts what is born while it is open, in the arena or not, and that of it dies; and of storages that it was
-//     told of, that they die. A thread that has a trace of its own open counts for that one alone.
+//     told of, that they die. A thread that has a trace of its own open counts for that one alone, and one that is in a
+//     step of a session that watches every op for none.
 //  7. A fork waits for the lock, so that the child finds the books whole. Its pages are its own (copy on write): what
 //     lies in a file (rule 8) is mapped privately from then on, and its place there is nobody else's.
 //  8. While an op runs (`OpMemory`), what its thread takes counts on top of the session's account. What would pass the
@@ -155,6 +156,7 @@ struct Born {
 };
 
 class OpMemory;
+OpMemory*& op_memory();
 
 struct Block {
   std::size_t size;  // in pages
@@ -386,6 +388,7 @@ class Arena {
     const std::uint64_t thread = this_thread();
     const bool has_own = std::any_of(traces_.begin(), traces_.end(),
                                      [&](const Trace& one) { return one.open && one.owner == thread; });
+    if (!has_own && op_memory() != nullptr) return born;  // a step of a session that counts its tensors itself
     for (std::size_t place = 0; place < TRACES; ++place) {
       Trace& trace = traces_[place];
       if (!trace.open) continue;

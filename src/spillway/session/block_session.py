@@ -816,8 +816,9 @@ class _Step(AbstractStep):
         engine, model = self._session._engine, self._session._model
         assert engine is not None
         named = model.named_parameters() if self._session._gradients else ()  # names take longest, and seldom matter
-        there = ((name, gradient_of(one)) for name, one in named)
-        return Call(engine, called, {name: one.nbytes for name, one in there if one is not None})
+        there = ((name, gradient_of(one)) for name, one in named)  # of sparse ones each forward makes others
+        dense = {name: one.nbytes for name, one in there if one is not None and one.layout is torch.strided}
+        return Call(engine, called, dense)
 
     def rise(self, seam: Seam) -> Bytes:
         return self._family.seams.get(self._dimensions, {}).get(seam, 0)
@@ -938,8 +939,8 @@ class _Step(AbstractStep):
             return
         peak = self._start + max(window.peak for window in windows)
         most, smallest = needs.step(peak, self._start + windows[-1].level)
-        if most > self._session._budget.allowed:
-            raise self._session._budget.refusal(most, "the step", 0, smallest, exact=True)
+        if most > self._session._budget.allowed:  # nobody knows whether gradients are there when the next one begins
+            raise self._session._budget.refusal(most, "the step", 0, smallest, exact=False)
 
     @unheard_by_modes
     def optimizer_ended(self) -> None:
