@@ -67,7 +67,7 @@ from spillway.session.paging import UNINTERRUPTED, Paging
 from spillway.session.ranks import Agreement
 from spillway.session.tensor_session import report_of
 from spillway.session.updates import Arguments, before_update
-from spillway.session.watch import SAMPLES, Seam, StepWatch
+from spillway.session.watch import SAMPLES, Gradient, Seam, StepWatch
 from spillway.tiers.disk import DiskTier
 from spillway.tiers.transfer import Freed
 from spillway.units import Bytes, Seconds, format_bytes
@@ -659,7 +659,7 @@ class _Step(AbstractStep):
         self._start = self._named = sum(self._known.values())
         if session._device.type == "cuda":
             self._start = session._meter.read()
-        self._gradients = storages(one for one in tensors if one[0] is Kind.GRADIENT)
+        self._gradients = [Gradient.of(one) for one in storages(one for one in tensors if one[0] is Kind.GRADIENT)]
         self._before = session._transfers()
         reset_peak()
         self._began = time.perf_counter()
@@ -939,7 +939,7 @@ class _Step(AbstractStep):
             return
         peak = self._start + max(window.peak for window in windows)
         most, smallest = needs.step(peak, self._start + windows[-1].level)
-        if most > self._session._budget.allowed:  # nobody knows whether gradients are there when the next one begins
+        if most > self._session._budget.allowed:  # the next one may begin with gradients, of which small ones count on
             raise self._session._budget.refusal(most, "the step", 0, smallest, exact=False)
 
     @unheard_by_modes

@@ -34,7 +34,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final, NamedTuple, NoReturn, Protocol, TypeAlias, final
+from typing import Any, Final, NamedTuple, NoReturn, Protocol, Self, TypeAlias, final
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -84,6 +84,20 @@ UNBOUNDED: Final[Bytes] = 1 << 62
 UNSEEN: Final = 0.25
 """Per byte that autograd saves, what the first call under a selective action may keep beside that: in a layer of a
 transformer it is an eighth."""
+
+
+class Gradient(NamedTuple):
+    """One that was there when a step began, which may give it up at any moment: nobody holds it here."""
+
+    storage: Any
+    """Torch's weak reference to it."""
+    address: int
+    nbytes: Bytes
+
+    @classmethod
+    def of(cls, storage: torch.UntypedStorage) -> Self:
+        weak: Any = StorageWeakRef
+        return cls(weak(storage), storage.data_ptr(), storage.nbytes())
 
 
 class Mark(NamedTuple):
@@ -229,7 +243,7 @@ class StepWatch:
         *,
         base: Bytes,
         start: Bytes,
-        gradients: Sequence[torch.UntypedStorage],
+        gradients: Sequence[Gradient],
         budget: Budget,
         known: Callable[[], Bytes],
         foresight: Foresight,
@@ -260,7 +274,7 @@ class StepWatch:
         """What the largest block saved so far: while nothing is forecast, the next may need as much."""
         self._marks: list[Mark] = []
         self._stopped: Seconds = 0.0
-        self._gradients: list[tuple[Any, int, Bytes]] = []
+        self._gradients: list[Gradient] = []
         self._watch_gradients(gradients)
         self._base = base
         self._overcounted: Bytes = 0
@@ -317,10 +331,9 @@ class StepWatch:
         self.path += letter
         self._budget.claim(0)
 
-    def _watch_gradients(self, gradients: Sequence[torch.UntypedStorage]) -> None:
+    def _watch_gradients(self, gradients: Sequence[Gradient]) -> None:
         if self._trace is not None:
-            weak: Any = StorageWeakRef
-            self._gradients = [(weak(one), one.data_ptr(), one.nbytes()) for one in gradients]
+            self._gradients = [*gradients]
             self._engine.when_freed.append(self._trace.freed)
 
     @property
@@ -713,10 +726,10 @@ class StepWatch:
         self._budget.claim(0)  # what was expected has come, or not
         self._marks.append(Mark(kind, number, len(self.passes) - 1 if of is None else of, time.perf_counter()))
         if self._trace is not None:
-            for gone in [one for one in self._gradients if one[0].expired()]:
+            for gone in [one for one in self._gradients if one.storage.expired()]:
                 self._gradients.remove(gone)
-                self._died += gone[2]
-                self._trace.died(*gone[1:])
+                self._died += gone.nbytes
+                self._trace.died(gone.address, gone.nbytes)
             self._trace.mark()
 
     def _end_pass(self) -> None:
