@@ -222,7 +222,7 @@ def test_several_forwards_a_step_are_planned_or_left_to_the_tensor_engine(forwar
         assert run(training, memory) == bits
         assert isinstance(memory._now, BlockSession if forwards else TensorSession)
     assert max(one.peak_bytes for one in memory.history) <= budget
-    assert not forwards or memory.history[-1].projected_bytes > 0
+    assert not forwards or any(one.projected_bytes > 0 for one in memory.history[-2:]), "one may try something again"
 
 
 @pytest.mark.parametrize("fit", [0, 8])

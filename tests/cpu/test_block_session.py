@@ -508,9 +508,10 @@ def test_a_step_that_cannot_begin_can_be_followed_by_one_that_can(monkeypatch: p
 def test_a_step_that_never_calls_the_model_says_so() -> None:
     training = Training()
     unseen = pytest.warns(UserWarning, match="without calling it")
-    with managed(training, "1GiB") as memory, unseen, memory.step(training.batches[0]):
+    with managed(training, "1GiB") as memory, unseen as found, memory.step(training.batches[0]):
         training.model.tokens.weight.sum().backward()
         training.optimizer.step()
+    assert [one.filename for one in found] == [__file__]
 
 
 def trained_by_transforms(budget: int | None, *, clears_first: bool = False) -> tuple[list[int], int]:

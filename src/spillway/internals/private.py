@@ -103,25 +103,31 @@ def _is_ours(mode: object) -> bool:
 def unheard_by_modes(function: Callable[P, R]) -> Callable[P, R]:
     """What the function asks of tensors, and the ops that it runs, are no news to the user's modes, of functions and of
     ops; but for what it calls through `heard`."""
-    quietly = unheard_by_function_modes(function)
 
     @functools.wraps(function)
-    def alone(*args: P.args, **kwargs: P.kwargs) -> R:
-        if not _open_dispatch_modes():
-            return quietly(*args, **kwargs)
-        before, modes = _hidden.dispatch, _dispatch_mode_stack()
-        ours = [mode for mode in modes if _is_ours(mode)]
-        if len(ours) == len(modes):
-            return quietly(*args, **kwargs)
+    def quietly(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not _open_function_modes() and not _open_dispatch_modes():
+            return function(*args, **kwargs)
+        before, functions, modes = (_hidden.functions, _hidden.dispatch), _function_mode_stack(), _dispatch_mode_stack()
+        ours = list(filter(_is_ours, modes))
+        hides, others = bool(functions), len(ours) < len(modes)
         try:
-            _hidden.dispatch = modes
-            _set_dispatch_modes(ours)
-            return quietly(*args, **kwargs)
+            if hides:
+                _hidden.functions = functions
+                _set_function_modes(())
+            if others:
+                _hidden.dispatch = modes
+                _set_dispatch_modes(ours)
+            return function(*args, **kwargs)
         finally:
-            _set_dispatch_modes(_hidden.dispatch)
-            _hidden.dispatch = before
+            if others:
+                _set_dispatch_modes(_hidden.dispatch)
+                _hidden.dispatch = before[1]
+            if hides:
+                _set_function_modes(_hidden.functions)
+                _hidden.functions = before[0]
 
-    return alone
+    return quietly
 
 
 def unheard_by_function_modes(function: Callable[P, R]) -> Callable[P, R]:

@@ -1038,7 +1038,6 @@ class _Step(AbstractStep):
             smallest_budget=smallest, exact=exact,
         )  # fmt: skip
 
-    @unheard_by_modes
     def conclude(self) -> None:
         seconds = time.perf_counter() - self._began
         session = self._session
@@ -1066,9 +1065,10 @@ class _Step(AbstractStep):
             warnings.warn(
                 f"This step updated {type(self._session._model).__name__} without calling it: only what its forward "
                 f"runs is kept under the budget. Give manage() the module that the steps call.",
-                stacklevel=5,
+                stacklevel=6,
             )
 
+    @unheard_by_modes
     def _learn(self, seconds: Seconds) -> None:
         watch = self._watch or self._forwards
         if watch is None:
@@ -1094,7 +1094,7 @@ class _Step(AbstractStep):
             warnings.warn(
                 f"{TELLING} steps of {type(self._session._model).__name__} have told nothing of its blocks, as where "
                 f"two forwards come before their backward: from here on every op is watched (method='lru').",
-                stacklevel=6,
+                stacklevel=7,
             )
         asked = dict(zip(map(id, watch.passes), self._asked, strict=True))
         for one, step, blocks, rises in samples:
@@ -1141,6 +1141,7 @@ class _Step(AbstractStep):
         told = replace(told, input_size=list(self._size), blocks=len(ran), recomputed_blocks=twice)
         session._finish(replace(told, **self._foretold()))
 
+    @unheard_by_modes
     def _report(self, seconds: Seconds) -> None:
         session, watch = self._session, self._watch
         if self._paged and session._paging is not None:
@@ -1175,7 +1176,7 @@ class _Step(AbstractStep):
             warnings.warn(
                 f"This step took {format_bytes(peak)} where {format_bytes(session.allowed)} are allowed, in what its "
                 f"optimizer needs for itself, which could not be told beforehand.",
-                stacklevel=4,
+                stacklevel=7,
             )
 
 

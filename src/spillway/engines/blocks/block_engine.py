@@ -462,7 +462,8 @@ class BlockEngine:
     def begin_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A forward of the model begins, for whoever stands in front of the model and calls what is behind. One that
         somebody traces is none."""
-        runs = self._runtime.runs_nothing and not traced()
+        runtime = self._runtime
+        runs = runtime.replay is None and runtime.call is None and not traced()
         watched = torch.is_grad_enabled() and runs
         if watched:  # else calls of blocks run plainly, and a graph that is there goes on to be told of
             if self.observer is not None:

@@ -198,7 +198,10 @@ def untouched(model: torch.nn.Module) -> Iterator[None]:
 def others_hear(model: torch.nn.Module) -> bool:
     """Whether somebody stands around a forward of the model who does not stand around that of a copy, so that what he
     makes is not seen: a mode, or a hook other than torch's and Spillway's own."""
-    if dispatch_modes() or not all(isinstance(mode, DeviceContext) for mode in function_modes()):
+    # That of `allow_mutation_on_saved_tensors` is foreseen.
+    if any(type(mode).__module__ != torch.autograd.graph.__name__ for mode in dispatch_modes()):
+        return True
+    if not all(isinstance(mode, DeviceContext) for mode in function_modes()):
         return True
     hooks = [hook for part in model.modules() for name in _AROUND_FORWARD for hook in vars(part)[name].values()]
     return any(not (getattr(hook, "__module__", None) or "").startswith(("torch.", "spillway.")) for hook in hooks)
