@@ -70,11 +70,13 @@ from spillway.session.updates import Arguments, before_update
 from spillway.session.watch import SAMPLES, Gradient, Seam, StepWatch
 from spillway.tiers.disk import DiskTier
 from spillway.tiers.transfer import Freed
-from spillway.units import Bytes, Seconds, format_bytes
+from spillway.units import Bytes, KiB, Seconds, format_bytes
 
 if TYPE_CHECKING:
     from spillway.report.live import LiveLine, LiveView
 
+UNHEARD: Final[Bytes] = 32 * KiB
+"""What is smaller is malloc's and not the arena's: its death is heard at the next block."""
 REMEMBERED: Final = 256
 """Measured steps that are kept, to be read again when other numbers make up the size."""
 LOSS: Final[Bytes] = 4096
@@ -939,8 +941,11 @@ class _Step(AbstractStep):
             return
         peak = self._start + max(window.peak for window in windows)
         most, smallest = needs.step(peak, self._start + windows[-1].level)
-        if most > self._session._budget.allowed:  # the next one may begin with gradients, of which small ones count on
-            raise self._session._budget.refusal(most, "the step", 0, smallest, exact=False)
+        if most > self._session._budget.allowed:
+            # The next one may begin with gradients and give them up: of small ones nobody hears that they are gone.
+            there = [local_of(one).nbytes for one in self._session._gradients if one.layout is torch.strided]
+            small = sum(nbytes for nbytes in there if nbytes < UNHEARD)
+            raise self._session._budget.refusal(most, "the step", 0, smallest + small, exact=True)
 
     @unheard_by_modes
     def optimizer_ended(self) -> None:
