@@ -180,5 +180,7 @@ def test_blocks_run_plainly_where_they_are_traced_and_their_second_runs_outside_
             break
         except BudgetInfeasible as refusal:
             budget = refusal.smallest_budget
+    else:
+        pytest.fail(f"refused {TRIES} times, at last {budget} bytes were named")
     assert [*map(same, plain, found)] == [True] * len(plain) == [True] * len(found)
     assert budget is None or peak <= budget

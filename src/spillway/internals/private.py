@@ -45,13 +45,13 @@ is_wrapper: Final = cast("Callable[[torch.Tensor], bool]", is_traceable_wrapper_
 
 
 def is_hollow(tensor: torch.Tensor) -> bool:
-    """Whether its storage has a size and no memory: a wrapper's, also of one that does not say what it wraps, a fake
-    tensor's, a zero tensor's."""
+    """Whether its storage has a size and no memory: a wrapper's, also of one that does not say what it wraps, or a zero
+    tensor's."""
     if type(tensor) in (torch.Tensor, torch.nn.Parameter):
         return tensor._is_zerotensor()
     try:
         storage_of(tensor).data_ptr()
-    except RuntimeError:
+    except (RuntimeError, ValueError):  # the second of a parameter that is made later
         return True
     return is_wrapper(tensor) or tensor._is_zerotensor()
 

@@ -388,12 +388,12 @@ class Arena {
     const std::uint64_t thread = this_thread();
     const bool has_own = std::any_of(traces_.begin(), traces_.end(),
                                      [&](const Trace& one) { return one.open && one.owner == thread; });
-    if (!has_own && op_memory() != nullptr) return born;  // a step of a session that counts its tensors itself
+    const bool counts_itself = !has_own && op_memory() != nullptr;  // in a step of a session that watches every op
     for (std::size_t place = 0; place < TRACES; ++place) {
       Trace& trace = traces_[place];
       if (!trace.open) continue;
       trace.forget(reinterpret_cast<std::uintptr_t>(memory));  // whoever had this address went unheard
-      if (has_own && trace.owner != thread) continue;
+      if (counts_itself || (has_own && trace.owner != thread)) continue;
       born.traces |= std::uint32_t{1} << place;
       trace.held += static_cast<std::int64_t>(nbytes);
       trace.peak = std::max(trace.peak, trace.held);

@@ -436,7 +436,7 @@ def _meta_bytes(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> By
     results = [tensor for tensor in tree_leaves(out) if isinstance(tensor, torch.Tensor)]
     made = {storage._cdata: storage.nbytes() + slack for storage in map(storage_of, results)}
     created = sum(nbytes for key, nbytes in made.items() if key not in given)
-    if not info.writes and not info.composite:  # the kernel copies what is handed back there: dropout that is off
+    if not (info.writes or info.composite or info.view):  # the kernel copies what comes back there: dropout that is off
         created += sum(one.numel() * one.element_size() for one in results if storage_of(one)._cdata in given)
     grown = {storage._cdata: storage.nbytes() - given[storage._cdata] for storage in operand_storages}
     return int(created + sum(max(growth, 0) for growth in grown.values()))

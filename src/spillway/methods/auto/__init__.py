@@ -74,8 +74,8 @@ POLISHED: Final = 8
 """After so many uses a plan is made with more effort, and may be made again where copies are faster or slower now."""
 SERVED: Final = 32
 """After so many it is made again where its step takes `LONGER`, and sooner where it takes more; where copies are faster
-nobody knows what another plan would spare, and it serves so many. Planning takes some hundredths of a step: beside so
-many steps that is a thousandth."""
+nobody knows what another plan would spare, and the old one serves so many. Planning takes some hundredths of a step:
+beside so many steps that is a thousandth."""
 FASTER: Final = 1.3
 """Copies that are less times as fast as a plan took them to be are no reason for another one. Over the 96 instances of
 `benchmarks/auto_planner.py` such plans take .4 % of a plain step more than new ones, in the mean."""
@@ -297,7 +297,7 @@ class Auto(AbstractBlockMethod):
 
     def _suits(self, known: _Remembered) -> bool:
         """Whether a plan was made with all effort, and more would hardly spare anything where copies are as fast as
-        they are now. It is known then as what it comes to there."""
+        they are now. It is known then as what it comes to there, and when it is `due` after all."""
         rates = self._menus.rates
         if known.effort is not Effort.POLISH or rates == (known.problem.out_rate, known.problem.in_rate):
             return known.effort is Effort.POLISH and known.uses < known.due
