@@ -299,6 +299,10 @@ class BlockSession(Session):
         """What collectives of sharded modules take at a moment of one step and not of another, by when they end."""
         return gathered_bytes(self._model)
 
+    def _of_gradients(self) -> list[Bytes]:
+        """Of each that is there and has bytes of its own."""
+        return [local_of(one).nbytes for one in self._gradients if one.layout is torch.strided]
+
     @property
     def _gradients(self) -> list[torch.Tensor]:
         """That are there."""
@@ -894,8 +898,7 @@ class _Step(AbstractStep):
             return Decision(Phase.PLANNED, nothing, False), None, self._size, True
         method = self._family.method
         if not method.needs_blocks:  # a gradient that is there has the new one beside it for a moment
-            there = [local_of(one).nbytes for one in self._session._gradients if one.layout is torch.strided]
-            available -= max(there, default=0)
+            available -= max(self._session._of_gradients(), default=0)
         missed = self._session._paging.missed(self._entered[1:]) if self._session._paging is not None else 0
         available -= missed + self._session._under_way + self._session._needs_of_all().held
         began = time.perf_counter()
@@ -943,8 +946,7 @@ class _Step(AbstractStep):
         most, smallest = needs.step(peak, self._start + windows[-1].level)
         if most > self._session._budget.allowed:
             # The next one may begin with gradients and give them up: of small ones nobody hears that they are gone.
-            there = [local_of(one).nbytes for one in self._session._gradients if one.layout is torch.strided]
-            small = sum(nbytes for nbytes in there if nbytes < UNHEARD)
+            small = sum(nbytes for nbytes in self._session._of_gradients() if nbytes < UNHEARD)
             raise self._session._budget.refusal(most, "the step", 0, smallest + small, exact=True)
 
     @unheard_by_modes
