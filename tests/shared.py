@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import re
@@ -44,3 +45,13 @@ def some_of(cases: Iterable[Any], share: float) -> list[Any]:
     every = list(cases)
     chosen = set(random.Random(len(every)).sample(range(len(every)), 1 + int(share * (len(every) - 1))))
     return [case for number, case in enumerate(every) if FULL_AUDIT or number in chosen]
+
+
+def in_turn(first: Iterable[Any], *others: Iterable[Any], times: int = 1) -> list[tuple[Any, ...]]:
+    """Every case of the first with so many combinations of the others, whose turn it is; in the full audit with all."""
+    cases, combinations = list(first), list(itertools.product(*others))
+    assert len(cases) * times >= len(combinations), "some combination would never have its turn"
+    if FULL_AUDIT:
+        return [(case, *combination) for case in cases for combination in combinations]
+    turns = range(len(cases) * times)
+    return [(cases[turn // times], *combinations[turn % len(combinations)]) for turn in turns]

@@ -22,6 +22,7 @@ from spillway.methods.by_block import BlockPlan, BlockSample, InputSize, StepSam
 from spillway.session.block_session import BlockSession
 from spillway.session.paging import Paging
 from spillway.session.tensor_session import TensorSession
+from tests.shared import in_turn
 
 WIDTH = 64
 Loop = Callable[[Callable[..., Any]], list[Any]]
@@ -311,8 +312,7 @@ LOOPS = [
 
 
 @pytest.mark.filterwarnings("ignore:3 steps of Net have told nothing")
-@pytest.mark.parametrize("share", [1.05, 0.55, 0.36])
-@pytest.mark.parametrize("loop", LOOPS, ids=lambda one: one.__name__)
+@pytest.mark.parametrize(("loop", "share"), in_turn(LOOPS, [1.05, 0.55, 0.36]))
 def test_what_lru_trains_auto_trains_to_the_same_bits(loop: Loop, share: float) -> None:
     trains_as_lru(loop, share)
 
@@ -446,8 +446,10 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:3 steps of Net have told nothing")
-@pytest.mark.parametrize("share", [0.95, 0.7, 0.5])
-@pytest.mark.parametrize("kind", ["penalty", "late penalty", "second forward", "rebuilt", "rebuilt within"])
+@pytest.mark.parametrize(
+    ("kind", "share"),
+    in_turn(["penalty", "late penalty", "second forward", "rebuilt", "rebuilt within"], [0.95, 0.7, 0.5]),
+)
 @pytest.mark.usefixtures("counted")
 def test_what_nobody_expected_of_a_step_is_no_reason_to_refuse_it(kind: str, share: float) -> None:
     trains_as_lru(surprises(kind), share)

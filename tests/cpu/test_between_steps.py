@@ -27,6 +27,7 @@ from tests.cpu.training import (
     network,
     train,
 )
+from tests.shared import in_turn
 
 Act: TypeAlias = Callable[[nn.Sequential, Optimizer], Any]
 
@@ -179,8 +180,7 @@ WRITES: dict[str, Act] = {
 }
 
 
-@pytest.mark.parametrize("before", ["absent", "back with a copy", "as the step left it"])
-@pytest.mark.parametrize("name", WRITES)
+@pytest.mark.parametrize(("name", "before"), in_turn(WRITES, ["absent", "back with a copy", "as the step left it"]))
 def test_writing_between_steps(name: str, before: str) -> None:
     def program(model: nn.Module, optimizer: Optimizer, trainer: Trainer) -> list[Any]:
         seen = []

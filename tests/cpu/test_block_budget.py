@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,7 +19,7 @@ from spillway.session import block_session as blocks
 from spillway.session.before import Before
 from spillway.session.block_session import BlockSession
 from tests.cpu.block_cases import WIDTH, Chain, Residual
-from tests.shared import notes_of, some_of
+from tests.shared import in_turn, notes_of
 
 METHODS = ("checkpoint", "mimose", "mimose-published")
 Way = Callable[[nn.Module, torch.optim.Optimizer, torch.Tensor], Any]
@@ -88,8 +87,7 @@ def trained(ways: Sequence[tuple[Way, int]], method: str, budget: int) -> list[i
         return [report.peak_bytes for report in memory.history]
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("what", WAYS)
+@pytest.mark.parametrize(("what", "method"), in_turn(WAYS, METHODS))
 def test_a_step_that_passes_the_budget_without_an_update_is_refused(what: str, method: str) -> None:
     plan = [(WAYS[what], 128)] * 2
     peaks = trained(plan, method, 1 << 30)
@@ -300,8 +298,8 @@ def refused_at(where: str, method: str, known: int, *, closure: bool = False) ->
 
 
 @pytest.mark.parametrize(
-    ("known", "where", "method", "closure"),
-    some_of(itertools.product([0, 3], ["forward", "backward", "optimizer"], METHODS, [False, True]), 0.5),
+    ("where", "method", "known", "closure"),
+    in_turn(["forward", "backward", "optimizer"], METHODS, [0, 3], [False, True], times=4),
 )
 def test_a_refused_step_leaves_all_but_gradients_as_it_was_when_it_began(
     known: int, where: str, method: str, closure: bool
@@ -371,9 +369,7 @@ ODD_BUFFERS: dict[str, Callable[[tuple[int, int]], torch.Tensor]] = {
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's prototypes
-@pytest.mark.parametrize("inside", [False, True])
-@pytest.mark.parametrize("shape", [SMALL, LARGE])
-@pytest.mark.parametrize("kind", ODD_BUFFERS)
+@pytest.mark.parametrize(("kind", "shape", "inside"), in_turn(ODD_BUFFERS, [SMALL, LARGE], [False, True], times=2))
 def test_buffers_of_every_kind_are_trained_with_and_left_alone(kind: str, shape: Any, inside: bool) -> None:
     model, optimizer = model_of()
     (model.blocks[0] if inside else model).register_buffer("odd", ODD_BUFFERS[kind](shape))

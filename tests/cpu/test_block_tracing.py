@@ -18,6 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import spillway
 from spillway.errors import BudgetInfeasible
+from tests.shared import in_turn
 
 WIDTH, ROWS = 64, 256
 TRIES: Final = 3
@@ -166,9 +167,9 @@ def same(one: Any, other: Any) -> bool:
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # by torch, for tangents
 @pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")  # by torch, in `linearize`
-@pytest.mark.parametrize("tight", [False, True], ids=["unlimited", "tight"])
-@pytest.mark.parametrize("method", ["auto", "checkpoint", "mimose"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("way", "tight", "method"), in_turn(WAYS, [False, True], ["auto", "checkpoint", "mimose"], times=2)
+)
 def test_blocks_run_plainly_where_they_are_traced_and_their_second_runs_outside_of_transforms(
     way: str, method: str, tight: bool
 ) -> None:

@@ -24,6 +24,7 @@ from spillway.methods.actions import Action
 from tests.cpu.block_cases import WIDTH, Chain, mean_square
 from tests.cpu.families import difference
 from tests.cpu.test_block_second_runs import trained
+from tests.shared import in_turn
 
 
 def _over(x: Tensor) -> Tensor:
@@ -97,9 +98,7 @@ def assert_as_plain(model: nn.Module, action: Action, **options: Any) -> None:
     assert {(report.recomputes > 0, report.kept_because) for report in again.reports} == {(action.recomputes, "")}
 
 
-@pytest.mark.parametrize("held", [False, True])
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("name", ALIASES)
+@pytest.mark.parametrize(("name", "late", "held"), in_turn(ALIASES, [False, True], [False, True], times=2))
 def test_results_that_are_written_to_unseen(name: str, late: bool, held: bool) -> None:
     model = Writing(ALIASES[name], late=late, held=held)
     for action in (Action.RECOMPUTE, Action.RECOMPUTE_OFFLOADED, Action.SELECTIVE, Action.OFFLOAD):

@@ -17,6 +17,7 @@ from spillway.session.auto_session import AutoSession
 from spillway.session.block_session import BlockSession
 from spillway.session.tensor_session import TensorSession
 from tests.cpu.test_block_session import Training, run
+from tests.shared import in_turn
 
 EACH = spillway.ReportOptions(timeline=True)
 LENGTHS = (64, 48) * 8
@@ -49,8 +50,7 @@ def changing(training: Training, memory: Any, budgets: dict[int, int | None]) ->
     return [*(loss.numpy().tobytes() for loss in losses), *training.state()]
 
 
-@pytest.mark.parametrize("method", METHODS_OF_ALL_KINDS)
-@pytest.mark.parametrize("first", [None, 0.9])
+@pytest.mark.parametrize(("method", "first"), in_turn(METHODS_OF_ALL_KINDS, [None, 0.9]))
 def test_every_step_keeps_the_budget_of_its_time(
     method: str, first: float | None, plain: tuple[list[bytes], int, int]
 ) -> None:

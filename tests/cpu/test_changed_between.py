@@ -18,6 +18,7 @@ from torch.nn.utils import parametrize
 from spillway.errors import RecomputeError
 from tests.cpu.callbacks import BLOCKS, TENSORS, Training
 from tests.cpu.families import difference, state_of
+from tests.shared import in_turn
 
 Undo = Callable[[], object]
 METHODS = [*TENSORS, *(method for method in BLOCKS if method != "offload")]
@@ -161,14 +162,12 @@ def trained(method: str | None, change: Callable[[Training], Undo]) -> dict[str,
             session.close()
 
 
-@pytest.mark.parametrize("change", PUT_BACK)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("change", "method"), in_turn(PUT_BACK, METHODS, times=3))
 def test_a_second_run_finds_what_the_first_one_found(method: str, change: str) -> None:
     assert difference(trained(None, PUT_BACK[change]), trained(method, PUT_BACK[change])) is None
 
 
-@pytest.mark.parametrize("change", TOLD)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("change", "method"), in_turn(TOLD, METHODS, times=3))
 def test_what_no_second_run_can_find_is_told_and_not_trained_on(method: str, change: str) -> None:
     if method in TENSORS:
         assert difference(trained(None, TOLD[change]), trained(method, TOLD[change])) is None

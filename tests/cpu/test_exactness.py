@@ -14,7 +14,7 @@ import spillway
 from spillway.methods import AbstractPolicy, Drop, Move
 from tests.cpu.families import FAMILIES, Built, State, difference, state_of
 from tests.cpu.pressure import ENDS, ORDERS, PLENTY, InputsLeave, Way
-from tests.shared import some_of
+from tests.shared import in_turn
 
 SHARES = (70, 50, 35)
 """Budgets in percent of the plain peak."""
@@ -100,7 +100,7 @@ def assert_kept(reports: list[spillway.StepReport], budget: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "order", "share"), some_of([*product(FAMILIES, ENDS, SHARES), *product(A_FEW, ["copy beside"], [35])], 0.4)
+    ("name", "order", "share"), [*in_turn(FAMILIES, ENDS, SHARES), *product(A_FEW, ["copy beside"], [35])]
 )
 def test_a_family_trains_to_the_same_bits_or_is_refused_with_a_budget_that_works(
     name: str, share: int, order: str
@@ -129,9 +129,8 @@ def test_the_methods_as_they_are_named_train_to_the_same_bits_at_half_the_memory
     assert_kept(run.reports, budget)
 
 
-@pytest.mark.parametrize("ways", [(Drop, Move), (Move,)], ids=["dropped", "moved"])
 @pytest.mark.parametrize(
-    "name", sorted(set(FAMILIES) - {"gru"})
+    ("name", "ways"), in_turn(sorted(set(FAMILIES) - {"gru"}), [(Drop, Move), (Move,)])
 )  # its thousands of ops read storages too small to move
 def test_a_family_trains_to_the_same_bits_when_the_inputs_of_every_op_have_just_left(
     name: str, ways: tuple[Way, ...]

@@ -27,7 +27,7 @@ from spillway.engines.tensors.ops import OpInfo
 from tests.cpu.families import State, difference, state_of
 from tests.cpu.pressure import ORDERS
 from tests.cpu.training import WIDTH, batch_of, network
-from tests.shared import some_of
+from tests.shared import in_turn, some_of
 
 BUDGET = "380 KiB"
 """About 60 % of what the step asks for."""
@@ -343,8 +343,7 @@ def _count_lines(order: str) -> int:
             return count[0]
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("part", [0, 1, 2, 3])
+@pytest.mark.parametrize(("part", "order"), in_turn([0, 1, 2, 3], ORDERS))
 def test_ctrl_c_at_a_line_of_the_engine_is_ctrl_c_between_two_ops(part: int, order: str) -> None:
     lines = lines_of_a_step(order)
     spread = [lines * (4 * n + part) // 64 + n for n in range(16)]

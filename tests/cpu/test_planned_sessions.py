@@ -28,6 +28,7 @@ from spillway.session.planned_steps import MOST_RECORDINGS, SERVED
 from spillway.session.tensor_session import TensorSession
 from spillway.workloads import seed_everything
 from tests.cpu.families import FAMILIES, State, difference, state_of
+from tests.shared import in_turn
 
 STEPS = 9
 SHARES = (0.75, 0.5, 0.34)
@@ -66,6 +67,9 @@ def pictures() -> Setting:
     return Setting(model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), draws(8, 3, 32, 32))
 
 
+PLANNERS = [
+    "window", "window-improved", "lms", "swap", "swap-prefetch", "sqrt-n", "window-published", "dynn-offload-published",
+]  # fmt: skip
 SETTINGS: dict[str, Callable[[], Setting]] = {"mlp": mlp, "encoder": encoder, "pictures": pictures}
 
 
@@ -128,21 +132,7 @@ def plain(name: str) -> tuple[State, list[float], int]:
     return state, losses, max(report.peak_bytes for report in trained(name).reports)
 
 
-@pytest.mark.parametrize("share", SHARES)
-@pytest.mark.parametrize(
-    "method",
-    [
-        "window",
-        "window-improved",
-        "lms",
-        "swap",
-        "swap-prefetch",
-        "sqrt-n",
-        "window-published",
-        "dynn-offload-published",
-    ],
-)
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize(("method", "name", "share"), in_turn(PLANNERS, SETTINGS, SHARES, times=3))
 def test_the_bits_are_those_of_plain_pytorch_and_no_peak_is_above_the_budget(
     name: str, method: str, share: float
 ) -> None:
