@@ -35,6 +35,7 @@ from spillway.session import BlockSession
 from spillway.units import KiB
 from spillway.workloads.stdlib_lm import LanguageModel
 from tests.cpu.block_cases import Chain, Residual
+from tests.shared import in_turn
 
 LENGTHS = (24, 64, 40, 48, 56, 64, 24, 32, 60, 64)
 
@@ -103,8 +104,7 @@ def plainly() -> list[bytes]:
     return run(training=Training(), memory=None)
 
 
-@pytest.mark.parametrize("method", ["mimose", "mimose-published", "checkpoint"])
-@pytest.mark.parametrize("share", [0.15, 0.5, 0.9])
+@pytest.mark.parametrize(("share", "method"), in_turn([0.15, 0.5, 0.9], ["mimose", "mimose-published", "checkpoint"]))
 def test_the_bits_are_the_plain_ones_and_the_budget_is_kept(
     method: str, share: float, peaks: tuple[int, int], plainly: list[bytes]
 ) -> None:

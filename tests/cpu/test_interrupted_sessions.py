@@ -29,7 +29,7 @@ from tests.shared import FULL_AUDIT
 METHODS = ("lru", "checkpoint", PAGED)
 """One of each engine, and one of both."""
 NEAR = ("session/", "turns.py", "interrupts.py", "tensors/engine.py", "tensors/mode.py", "private.py", "trace.py")
-"""Files of which every second line is interrupted in any run; of others every twelfth is. Where both engines run, half
+"""Files of which every fourth line is interrupted in any run; of others every 24th is. Where both engines run, half
 as many are, since each engine has its own lines already. The full audit has every line, at every time that it runs."""
 
 
@@ -61,7 +61,7 @@ def numbers(method: str, phase: str) -> list[int]:
     firsts = {where: number for number, where in reversed(list(enumerate(lines.where, 1)))}
     far = [number for (file, _), number in firsts.items() if not any(near in file for near in NEAR)]
     apart = 2 if method == PAGED else 1
-    return sorted([*sorted(set(firsts.values()) - set(far))[:: 2 * apart], *sorted(far)[:: 12 * apart]])
+    return sorted([*sorted(set(firsts.values()) - set(far))[:: 4 * apart], *sorted(far)[:: 24 * apart]])
 
 
 @pytest.mark.parametrize("act", ACTS)
