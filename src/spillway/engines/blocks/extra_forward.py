@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from spillway.engines.blocks.containers import rebuilt, tensors
@@ -78,8 +78,7 @@ def undone(
     Raises CannotCopyError if it is called with something that cannot be told from the rest of the program, more can be
     reached than is looked at, or the forward moves a generator on.
     """
-    modes = *_get_current_dispatch_mode_stack(), *dispatch_modes(), *function_modes()
-    reach = Reach(reach_of(modules, args, kwargs, *modes))
+    reach = Reach(reach_of(modules, args, kwargs, *dispatch_modes(), *function_modes()))
     if reach.too_much:
         raise CannotCopyError(reach.too_much)
     seen = seen or Seen()
