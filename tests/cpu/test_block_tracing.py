@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, TypeAlias
+from typing import Any, ClassVar, Final, TypeAlias
 
 import pytest
 import torch
@@ -190,3 +191,53 @@ def test_blocks_run_plainly_where_they_are_traced_and_their_second_runs_outside_
         pytest.fail(f"refused {TRIES} times, at last {budget} bytes were named")
     assert [*map(same, plain, found)] == [True] * len(plain) == [True] * len(found)
     assert budget is None or peak <= budget
+
+
+class Raising(Block):
+    """Raises when it has run more often than it may. Runs are counted in a file: second runs put back what is counted
+    in Python."""
+
+    ran: ClassVar[Path]
+    most: ClassVar[int]
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.ran.open("a") as file:
+            file.write(".")
+        if self.ran.stat().st_size > self.most:
+            raise KeyError("of the user's")
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("way", ["batched gradients", "vmap of a backward", "grad of a backward"])
+def test_what_a_second_run_raises_within_a_transform_is_the_users_and_training_goes_on(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Raising, "ran", tmp_path / "ran", raising=False)
+    monkeypatch.setattr(Raising, "most", 1 << 20, raising=False)
+    budget = trained(way, "keep-all", None)[1] * 8 // 10
+
+    def step(model: nn.Module, x: Tensor) -> list[Tensor]:
+        loss, _ = WAYS[way](model, x)
+        assert loss is not None
+        loss.backward()  # type: ignore[no-untyped-call]
+        gradients = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+        model.zero_grad()
+        return gradients
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Raising() for _ in range(4)))
+    x = torch.randn(ROWS, WIDTH)
+    state = torch.get_rng_state()
+    plain = step(model, x)
+    with spillway.manage(model, budget=budget, method="checkpoint") as memory:
+        for most in (1 << 20, 1 << 20, 5):
+            Raising.ran.write_text("")
+            monkeypatch.setattr(Raising, "most", most)
+            with pytest.raises(KeyError, match="of the user's") if most == 5 else nullcontext(), memory.step(x):
+                step(model, x)
+        monkeypatch.setattr(Raising, "most", 1 << 20)
+        model.zero_grad()
+        torch.set_rng_state(state)
+        with memory.step(x):
+            found = step(model, x)
+    assert [*map(torch.equal, plain, found)] == [True] * len(plain)
