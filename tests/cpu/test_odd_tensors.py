@@ -314,3 +314,62 @@ def test_a_flop_counter_around_a_step_does_not_count_what_is_run_again() -> None
         trained(model, x)
     assert memory.history[0].recomputed_ops
     assert found.get_total_flops() == expected.get_total_flops()
+
+
+class Sparse(nn.Module):
+    """Its product saves a sparse tensor in a layout, made of a parameter or of what has a gradient."""
+
+    def __init__(self, layout: torch.layout) -> None:
+        super().__init__()
+        self.layout = layout
+        mask = torch.rand(64, 64, generator=torch.Generator().manual_seed(0)) > 0.9
+        self.indices = mask.to_sparse().coalesce().indices()
+        self.values, self.linear = nn.Parameter(torch.rand(self.indices.shape[1])), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        sparse = torch.sparse_coo_tensor(self.indices, self.values, (64, 64), check_invariants=False)
+        if self.layout is not torch.sparse_coo:
+            sparse = sparse.to_dense().to_sparse(layout=self.layout)
+        return x + torch.relu(torch.sparse.mm(sparse, self.linear(x)))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CS")  # by torch: in beta state
+@pytest.mark.parametrize("method", ["checkpoint", "mimose", "auto"])
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr], ids=str)
+def test_blocks_that_save_sparse_tensors_run_again(layout: torch.layout, method: str) -> None:
+    def trained(budget: int | None, method: str) -> tuple[list[Tensor], list[spillway.StepReport]]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Sparse(layout) for _ in range(4)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with spillway.manage(model, optimizer, budget=budget, method=method) as memory:
+            for _ in range(3):
+                x = torch.randn(64, 32)
+                with memory.step(x):
+                    model(x).square().mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+        return [one.detach() for one in model.parameters()], [*memory.history]
+
+    plain, reports = trained(None, "keep-all")
+    found, reports = trained(max(report.peak_bytes for report in reports), method)
+    assert all(map(torch.equal, plain, found))
+    assert method == "auto" or max(report.recomputed_blocks for report in reports) == 4
+
+
+@pytest.mark.parametrize("method", ["lru", "auto"])
+def test_a_sparse_tensor_over_parts_that_are_there_makes_nothing(method: str) -> None:
+    def peak(budget: int | None, method: str) -> int:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.EmbeddingBag(1000, 64, mode="mean", sparse=True), nn.Linear(64, 64))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with spillway.manage(model, optimizer, budget=budget, method=method) as memory:
+            for _ in range(3):
+                x = torch.randint(1000, (256, 12))
+                with memory.step(x):
+                    model(x).square().mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+        return max(report.peak_bytes for report in memory.history)
+
+    most = peak(None, "keep-all")
+    assert peak(most + most // 50, method) <= most + most // 50

@@ -42,5 +42,5 @@ def test_a_refusal_says_what_is_enough_where_it_cannot_know_what_stays(method: s
         trained(method, most // 3)
     assert not refused.value.exact
     assert refused.value.smallest_budget <= most
-    assert any("taken the addresses of" in note for note in notes_of(refused.value))
+    assert any("stays, as code has its address" in note for note in notes_of(refused.value))
     assert trained(method, most) <= most

@@ -95,7 +95,8 @@ def remember_some(tensors: Sequence[SavedTensor], given: Set[int | None]) -> Non
         value = saved.value
         told = saved.unwritten and saved.differentiable  # no masks, and nothing that an op leaves unwritten
         # One that `fully_shard` has gathered and let go of again has elements, and no bytes.
-        there = type(value) is Tensor and value.dtype in _TELLING and value.numel() and counted_storage(value).nbytes()
+        dense = type(value) is Tensor and value.layout is torch.strided and value.dtype in _TELLING
+        there = dense and value.numel() and counted_storage(value).nbytes()
         if told and there:
             assert value is not None
             key = saved.address()

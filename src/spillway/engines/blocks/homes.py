@@ -42,6 +42,7 @@ _POINTERS: Final = ("data_ptr", "const_data_ptr")
 _OF_STORAGES: Final = ("__setitem__", "fill_", "copy_", "byteswap", "data_ptr")
 """Methods of theirs that write, or tell where."""
 _PART: Final[Bytes] = 1 << 14
+_COMPRESSED: Final = frozenset({torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc})
 _of_torch: Final = cast(Any, torch._C.TensorBase)
 
 
@@ -51,14 +52,19 @@ def empty_witness(tensor: Tensor) -> Tensor:
     if tensor.is_nested and tensor.layout is torch.jagged:
         cast(Any, witness)._values = cast(Any, tensor)._values.new_empty(0)
         return witness
-    nothing = _nothing(tensor.dtype, tensor.device) if type(tensor) is Tensor else tensor.new_empty(0)
+    if tensor.layout in _COMPRESSED:
+        nothing = torch.zeros_like(witness)  # of which no element is there
+    elif type(tensor) is Tensor:
+        nothing = _nothing(tensor.dtype, tensor.device, tensor.layout)
+    else:
+        nothing = tensor.new_empty(0)
     _of_torch.data.__set__(witness, nothing)
     return witness
 
 
 @functools.cache
-def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.empty(0, dtype=dtype, device=device)
+def _nothing(dtype: torch.dtype, device: torch.device, layout: torch.layout) -> Tensor:
+    return torch.empty(0, dtype=dtype, device=device, layout=layout)
 
 
 @final

@@ -107,9 +107,9 @@ def smallest_budget(
     if not known:
         stays = sum(one.nbytes for one in escaped if one.kind in _MADE)
         told.add_note(
-            f"Code has taken the addresses of {format_bytes(stays)} that the step made, as NumPy's arrays have them: "
-            f"that stays, and how much more of it the rest of the step makes is not known. What steps take without a "
-            f"budget (StepReport.peak_bytes) is enough."
+            f"Of what the step made {format_bytes(stays)} stays, as code has its address (NumPy's arrays do) or a "
+            f"sparse tensor consists of it, and how much more of it the rest of the step makes is not known. What "
+            f"steps take without a budget (StepReport.peak_bytes) is enough."
         )
     return told
 

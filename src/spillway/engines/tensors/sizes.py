@@ -167,6 +167,11 @@ def _sparse(args: Sequence[Any]) -> Bytes:
     return int(tensor.numel()) * (int(tensor.element_size()) + 8 * max(int(tensor.dim()), 2)) + pointers + 4 * _SLACK
 
 
+def _wrapped(args: Sequence[Any]) -> Bytes:
+    """Indices and values that are there become the parts of a sparse tensor."""
+    return _SLACK
+
+
 def _sparse_square(args: Sequence[Any]) -> Bytes:
     """The product of two sparse matrices: in a row no more than the other has columns."""
     left, right = args[:2]
@@ -244,6 +249,7 @@ _FROM_SHAPES: Final = frozenset(
         _ternary_lists,
         _turned,
         _unsqueezed,
+        _wrapped,
         _rnn_layer,
         _rnn_layer_backward,
     }
@@ -277,6 +283,7 @@ FORMULAS: Final[Mapping[str, Formula]] = MappingProxyType(
         "aten::_to_dense": _dense,
         **{f"aten::_to_sparse{layout}": _sparse for layout in ("", "_csr", "_csc", "_bsr", "_bsc")},
         "aten::_sparse_sparse_matmul": _sparse_square,
+        "aten::_sparse_coo_tensor_with_dims_and_tensors": _wrapped,
         **{f"aten::{name}": _picked for name in ("select", "unbind")},
         **{f"aten::{name}": _turned for name in ("t", "transpose", "permute")},
         "aten::unsqueeze": _unsqueezed,
