@@ -328,17 +328,21 @@ def test_a_refusal_that_the_users_code_wraps_puts_all_back_too() -> None:
         assert everything(model, optimizer) == before
 
 
-def test_where_parameters_were_changed_unheard_nothing_is_put_back_and_that_is_said() -> None:
+@pytest.mark.parametrize("heard", [False, True])
+def test_where_parameters_were_changed_nothing_is_put_back_and_that_is_said(heard: bool) -> None:
     model, _ = model_of()
     model.register_buffer("count", torch.zeros(3))
-    with spillway.manage(model, budget="4MiB", method="checkpoint") as memory:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with spillway.manage(model, optimizer if heard else None, budget="4MiB", method="checkpoint") as memory:
         x = torch.randn(8, WIDTH)
         for number in range(2):
             with pytest.raises(BudgetInfeasible) if number else contextlib.nullcontext() as refused, memory.step(x):
                 model.count += 1
                 model(x).square().mean().backward()
+                if heard:
+                    optimizer.step()
                 with torch.no_grad():
-                    for parameter in model.parameters():
+                    for parameter in model.parameters() if not heard else ():
                         parameter -= 0.1
                 held = [torch.ones(1 << 20)] if number else []
         del held
@@ -449,7 +453,7 @@ def test_a_large_buffer_that_is_written_where_no_version_tells_is_named() -> Non
 
 def test_without_what_is_put_back_that_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted fault of the test above."""
-    monkeypatch.setattr(Before, "put_back", lambda _: "")
+    monkeypatch.setattr(Before, "put_back", lambda _, updated: "")
     before, after = refused_at("backward", "checkpoint", 3)
     assert before != after
 

@@ -112,9 +112,10 @@ class Before:
                     self._constant[key] = location.storage, _version(location.buffer), fingerprint(content, {})
 
     @_unseen()
-    def put_back(self) -> str:
-        """All is as it was when the step began. Returns a sentence about what is not, or nothing."""
-        if any(_version(parameter) != version for parameter, version in self._parameters):
+    def put_back(self, *, updated: bool) -> str:
+        """All is as it was when the step began, unless parameters were `updated`. Returns a sentence about what is not,
+        or nothing."""
+        if updated or any(_version(parameter) != version for parameter, version in self._parameters):
             return "Parameters had been changed by then, so that buffers and random streams stay as the step left them."
         self._environment.set_streams(self._streams)
         for held, buffers in self._held:

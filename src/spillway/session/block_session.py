@@ -971,8 +971,8 @@ class _Step(AbstractStep):
 
     def _put_back(self) -> None:
         """Of a step that was refused, whatever the user's code makes of the refusal."""
-        if self._lost is None and self._session._before is not None and not self._updated:
-            self._lost = self._session._before.put_back()
+        if self._lost is None and self._session._before is not None:
+            self._lost = self._session._before.put_back(updated=self._updated)
 
     def _end(self) -> SpillwayError | None:
         session = self._session
