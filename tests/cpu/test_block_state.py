@@ -231,3 +231,44 @@ def test_a_version_goes_back_to_what_it_was_where_another_tensor_lies_in_the_sam
     assert (other._version, other.tolist()) == (0, [0.0] * 3)
     now.restore()
     assert (other._version, other.tolist()) == (1, [1.0] * 3)
+
+
+class Scaled(nn.Module):
+    """By a buffer that grows where a batch has something positive, as observers for quantization do."""
+
+    scale: Tensor
+
+    def __init__(self, *, in_place: bool) -> None:
+        super().__init__()
+        self.linear, self._in_place = nn.Linear(WIDTH, WIDTH), in_place
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        grown = self.scale * (2.0 if x[0, 0] > 0 else 1.0)
+        out = torch.sin(self.linear(x) * self.scale.clone())
+        if self._in_place:
+            self.scale.copy_(grown)
+        else:
+            self.scale = grown
+        return out
+
+
+@pytest.mark.parametrize("in_place", [True, False], ids=["in place", "another one"])
+def test_a_buffer_that_the_first_call_happened_to_leave_as_it_was_is_put_back(in_place: bool) -> None:
+    def trained(action: Action | None) -> tuple[list[Tensor], set[tuple[int, str]]]:
+        torch.manual_seed(0)
+        model, calls = nn.Sequential(Scaled(in_place=in_place), nn.Linear(WIDTH, 1)), set[tuple[int, str]]()
+        engine = BlockEngine(model, ["0"], actions=lambda block, call: action) if action is not None else None
+        found = []
+        for sign in (-1, -1, 1, -1, 1):
+            model.zero_grad()
+            model(torch.full((4, WIDTH), 0.5 * sign)).sum().backward()
+            calls |= {(call.recomputes, call.kept_because) for call in (engine.calls if engine is not None else ())}
+            found += [one.grad.clone() for one in model.parameters() if one.grad is not None]
+        if engine is not None:
+            engine.close()
+        return found, calls
+
+    (expected, _), (found, calls) = trained(None), trained(Action.RECOMPUTE)
+    assert all(map(torch.equal, expected, found))
+    assert calls == {(1, "")}

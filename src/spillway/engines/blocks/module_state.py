@@ -34,8 +34,9 @@ class Snapshot:
     parameters: list[tuple[Tensor, int, str, nn.Module]]
     differentiable: list[bool]
     """Which of these were."""
-    versions: list[tuple[Tensor, int, str]]
-    """The other buffers: like parameters not copied, and not to be changed until the block has run again."""
+    versions: list[tuple[Tensor, int, str, nn.Module]]
+    """The other buffers: like parameters not copied, and not to be changed until the block has run again; in the first
+    call all of them."""
     seen: SeenAttributes
     reach: Reach | None
     """What lies deeper than attributes, where that is known to change or not known yet."""
@@ -51,15 +52,17 @@ class Snapshot:
         for module, kind in self.classes:
             if type(module) is not kind:  # as parametrizations make and unmake
                 return f"the class of a {kind.__name__}"
-        return next((n for tensor, v, n in (*self.versions, *self.seen.versions) if tensor._version != v), "")
+        buffers = ((tensor, version, name) for tensor, version, name, _ in self.versions)
+        return next((n for tensor, v, n in (*buffers, *self.seen.versions) if _version_of(tensor) != v), "")
 
 
 class ModuleState:
     """Takes snapshots of a block, and runs its recompute on one.
 
-    The first call copies every buffer and learns, by value, which of them the forward changes (`native_batch_norm`
-    raises no version counter). Later calls copy these alone. In the first calls it also looks at what lies deeper than
-    attributes, and at the values of parameters; what has changed by then is written down at every call.
+    The first call copies every buffer and learns which of them the forward changes, by value (`native_batch_norm`
+    raises no version counter) and by version (another batch may leave other values). Later calls copy these alone. In
+    the first calls it also looks at what lies deeper than attributes, and at the values of parameters; what has changed
+    by then is written down at every call.
     """
 
     def __init__(self, block: nn.Module) -> None:
@@ -89,20 +92,18 @@ class ModuleState:
         watched = self._watched.get(training)
         buffers: dict[Attribute, Tensor | None] = {}
         parameters: list[tuple[Tensor, int, str, nn.Module]] = []
-        versions: list[tuple[Tensor, int, str]] = []
+        versions: list[tuple[Tensor, int, str, nn.Module]] = []
         for module in self._modules:
             for name, parameter in module._parameters.items():
                 if parameter is not None:
                     parameters.append((parameter, parameter._version, name, module))
             for name, buffer in module._buffers.items():
                 looked_at = watched is None or (module, name) in watched
-                if buffer is None:
-                    if looked_at:
-                        buffers[module, name] = None
-                elif looked_at and (copy := _copied(buffer)) is not None:
+                copy = _copied(buffer) if buffer is not None and looked_at else None
+                if looked_at and (buffer is None or copy is not None):
                     buffers[module, name] = copy
-                else:
-                    versions.append((buffer, buffer._version, name))
+                if buffer is not None and (watched is None or copy is None):
+                    versions.append((buffer, _version_of(buffer), name, module))
         classes = [(module, type(module)) for module in self._modules]
         differentiable = [parameter.requires_grad for parameter, *_ in parameters]
         seen_attributes, reach = self._attributes.look(training), self._look_deep()
@@ -153,13 +154,12 @@ class ModuleState:
         return _uncopied(beyond or written) if beyond or written else self._kept or lost
 
     def _learn_buffers(self, snapshot: Snapshot) -> None:
-        changed = {attribute for attribute, before in snapshot.buffers.items() if _differs(attribute, before)}
+        written = {(module, name) for one, version, name, module in snapshot.versions if _version_of(one) != version}
+        copies = snapshot.buffers.items()
+        changed = {one for one, before in copies if one in written or _differs(one, before)}
         self._watched[snapshot.training] = changed
-        for attribute in snapshot.buffers.keys() - changed:
-            del snapshot.buffers[attribute]
-            buffer = _held(attribute[0]._buffers, attribute[1])
-            if buffer is not None:
-                snapshot.versions.append((buffer, buffer._version, attribute[1]))
+        snapshot.versions = [entry for entry in snapshot.versions if (entry[3], entry[2]) not in changed]
+        snapshot.buffers = {one: before for one, before in copies if one in changed}
 
     def fixed(self) -> set[int]:
         """Addresses of the storages of parameters and buffers: dropping a reference to one frees nothing."""
@@ -188,6 +188,9 @@ class ModuleState:
                 parameter.requires_grad_(was)
             for (module, name), buffer in snapshot.buffers.items():
                 module._buffers[name] = None if buffer is None else buffer.clone()
+            for buffer, _, name, module in snapshot.versions:
+                if _held(module._buffers, name) is not buffer:  # another one was assigned since
+                    module._buffers[name] = buffer
             for parameter, _, name, module in replaced:
                 module._parameters[name] = _leaf(parameter)
             with self._attributes.as_of(snapshot.seen):
@@ -217,6 +220,10 @@ def _copied(buffer: Tensor) -> Tensor | None:
         return buffer.detach().clone()
     except RuntimeError:
         return None
+
+
+def _version_of(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _held(tensors: Any, name: str) -> Any:
