@@ -366,6 +366,18 @@ class Writing(nn.Module):
         return torch.tanh(y + self.mean)
 
 
+def test_a_call_that_cannot_run_again_holds_no_copies_of_its_arguments() -> None:
+    model, x = nn.Sequential(Writing(), nn.Linear(WIDTH, 1)), torch.randn(4, WIDTH, requires_grad=True)
+    with BlockEngine(model, ["0"], actions=lambda block, call: Action.RECOMPUTE) as engine:
+        for held in (False, True, True):
+            loss = model(x.clone()).sum()
+            call = engine._calls["0", 0]()
+            assert call is not None
+            assert [one.alias is not None for one in call.arguments()] == [held]
+            loss.backward()
+        assert engine.calls[0].recomputes == 1
+
+
 def test_a_tensor_that_a_block_holds_and_writes_to_is_copied_from_the_second_call_on() -> None:
     model = Chain(Writing(), Writing())
     plain, again = trained(model, None), trained(model, Action.RECOMPUTE)

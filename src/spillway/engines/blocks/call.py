@@ -371,8 +371,10 @@ class BlockCall:
             self.report.kept_because, self.selection = "it communicates with other processes", None
         elif self.action.recomputes:
             selection, self.selection = self.selection, None
-            self._give_up()
-            if not self.report.kept_because:
+            if self.report.kept_because:
+                self._forget_copies()
+            else:
+                self._give_up()
                 self._keep_for_later(selection, fixed)
         elif self._above_recomputes() or self.outer is not None:
             return  # it is about to be given up, or what the user's hooks have made of it
@@ -390,6 +392,12 @@ class BlockCall:
         if any(saved.spilled is not None for saved in self._living()):
             self._drop_arguments()
             self.report.kept_because = self.report.kept_because or "what it was called with is held compressed"
+
+    def _forget_copies(self) -> None:
+        """Of what it was called with: nobody will call with them."""
+        for frozen in self.arguments():
+            if frozen.copied:
+                frozen.let_go()
 
     def _drop_arguments(self) -> None:
         self.frozen, self._found = None, []
@@ -576,7 +584,7 @@ class BlockCall:
 
     def _judge(self) -> None:
         """The backward is here: what was going to be written to the arguments has been written."""
-        if self.number in self.block.judged or self.frozen is None:
+        if self.number in self.block.judged or self.frozen is None or any(one.gone for one in self.arguments()):
             return
         self.block.judged.add(self.number)
         for number, frozen in enumerate(self.arguments()):

@@ -107,6 +107,11 @@ class FrozenTensor:
             return False
         return not torch.equal(bytes_over(there), bytes_over(counted_storage(self.alias)))
 
+    @property
+    def gone(self) -> bool:
+        """Whether nobody has the bytes any more."""
+        return self.alias is None and self.spilled is None
+
     def send_away(self, spilled: SpilledTensor) -> None:
         """Hold no bytes: they wait there."""
         self.let_go()
