@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import spillway
 from spillway.engines.blocks.extra_forward import undone
-from spillway.engines.blocks.reach import Reach
+from spillway.engines.blocks.reach import Copies, Reach
 from spillway.engines.environment import Environment
 from tests.cpu.block_judge import METHODS, judge, plainly
 from tests.cpu.block_parts import Box, Scripted, Slotted
@@ -106,7 +106,7 @@ def test_an_extra_forward_leaves_everything_as_it_was(what: str) -> None:
 
 def test_what_can_be_reached_is_told_to_have_changed() -> None:
     block = Changing(lambda block, x: None)
-    reach = Reach((block,), apart=tuple(block.modules()), lasting=True, with_bytes=True)
+    reach = Reach((block,), apart=tuple(block.modules()), lasting=True, copies=Copies())
     assert not reach.changed()
     block.held.value["deep"][0].data.add_(1)
     assert reach.changed()

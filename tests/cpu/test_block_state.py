@@ -20,8 +20,9 @@ from spillway.engines.blocks.code import names_of, package
 from spillway.engines.blocks.extra_forward import undone
 from spillway.engines.blocks.iterators import CannotCopyError
 from spillway.engines.blocks.quiet import quiet
-from spillway.engines.blocks.reach import Reach, reach_of
+from spillway.engines.blocks.reach import Copies, Reach, reach_of
 from spillway.engines.environment import Environment
+from spillway.internals.private import storage_address as address
 from spillway.methods.actions import Action
 from tests.cpu import block_elsewhere as elsewhere
 from tests.cpu.block_judge import _same
@@ -223,10 +224,10 @@ def test_a_version_goes_back_to_what_it_was_where_another_tensor_lies_in_the_sam
     one = torch.zeros(3)
     other = one.data
     held = [one, other]
-    then = Reach((held,), with_bytes=True)
+    then = Reach((held,), copies=Copies())
     del held[1]
     other.add_(1)
-    now = Reach((held,), with_bytes=True, beside=then)
+    now = Reach((held,), copies=Copies(), beside=then)
     then.restore()
     assert (other._version, other.tolist()) == (0, [0.0] * 3)
     now.restore()
@@ -272,3 +273,17 @@ def test_a_buffer_that_the_first_call_happened_to_leave_as_it_was_is_put_back(in
     (expected, _), (found, calls) = trained(None), trained(Action.RECOMPUTE)
     assert all(map(torch.equal, expected, found))
     assert calls == {(1, "")}
+
+
+def test_calls_share_copies_of_bytes_as_long_as_these_are_the_same() -> None:
+    """So that what a hook of the user's collects is not copied for every block anew."""
+    held, copies = [torch.zeros(3)], Copies()
+    first, second = (Reach((held,), copies=copies) for _ in range(2))
+    held[0].numpy()[0] = 1  # no version tells of it
+    third = Reach((held,), copies=copies)
+    copied = [address(one._bytes[0][1]) for one in (first, second, third)]
+    assert copied[0] == copied[1] != copied[2]
+    first.restore()
+    assert held[0].tolist() == [0.0] * 3
+    third.restore()
+    assert held[0].tolist() == [1.0, 0.0, 0.0]

@@ -12,6 +12,7 @@ from torch import nn
 
 from spillway.engines.blocks.compiled_blocks import is_compiled
 from spillway.engines.blocks.module_state import ModuleState
+from spillway.engines.blocks.reach import Copies
 from spillway.internals.private import fully_sharded, process_groups
 from spillway.methods.actions import Action
 from spillway.units import Bytes, Seconds
@@ -34,11 +35,11 @@ class Block:
         overwritten: Pairs of a call and the number of a selected op whose result is written to.
     """
 
-    def __init__(self, name: str, module: nn.Module, forward: Callable[..., Any]) -> None:
+    def __init__(self, name: str, module: nn.Module, forward: Callable[..., Any], copies: Copies) -> None:
         self.name = name
         self.module = module
         self.forward = forward
-        self.state = ModuleState(module)
+        self.state = ModuleState(module, copies)
         self.compiled = any(is_compiled(part) for part in module.modules())
         self.scripted = any(isinstance(part, torch.jit.ScriptModule) for part in module.modules())
         self.calls = 0

@@ -37,6 +37,7 @@ from spillway.engines.blocks.extra_forward import Seen, undone, without_locals
 from spillway.engines.blocks.groups import Group, Grouped, by_sequential, first_children
 from spillway.engines.blocks.hook import Hook
 from spillway.engines.blocks.iterators import CannotCopyError
+from spillway.engines.blocks.reach import Copies
 from spillway.engines.environment import Environment, Generator
 from spillway.errors import ModelError, UsageError
 from spillway.internals.interrupts import by_signal
@@ -241,6 +242,7 @@ class BlockEngine:
         """What the model's forward was called with last, tensors without their bytes, where somebody observes."""
         self._hooks: list[Hook | CompiledHook] = []
         self._blocks: dict[str, Block] = {}
+        self._copies = Copies()
         self._fronts: dict[str, Hook | CompiledHook] = {}
         self._grouped: dict[nn.Module, Grouped] = {}
         try:
@@ -445,13 +447,14 @@ class BlockEngine:
     def _take_over(self, groups: Mapping[str, Group]) -> None:
         """Stand in front of every block; of a `Sequential` whose children run as blocks, behind what makes it one."""
         for sequential, own in by_sequential(groups):
-            self._blocks |= {name: Block(name, group.module, group.module.forward) for name, group in own.items()}
+            for name, group in own.items():
+                self._blocks[name] = Block(name, group.module, group.module.forward, self._copies)
             calls = {group: partial(self._call, self._blocks[name]) for name, group in own.items()}
             self._grouped[sequential] = Grouped(sequential, calls)
             self._fronts |= dict.fromkeys(own, self._install(sequential, self._grouped[sequential]))
         for name, module in self._modules.items():
             if name not in groups:
-                block = self._blocks[name] = Block(name, module, in_front_of(module))
+                block = self._blocks[name] = Block(name, module, in_front_of(module), self._copies)
                 self._fronts[name] = self._install(module, partial(self._call, block))
 
     def goes_on(self, forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from spillway.engines.blocks.attributes import Attribute, Attributes
 from spillway.engines.blocks.attributes import Seen as SeenAttributes
 from spillway.engines.blocks.fingerprints import Fingerprint, Seen, fingerprint
-from spillway.engines.blocks.reach import Reach, reach_of
+from spillway.engines.blocks.reach import Copies, Reach, reach_of
 from spillway.internals.private import storage_address as address
 
 LOOKS: Final = 3
@@ -65,8 +65,8 @@ class ModuleState:
     by then is written down at every call.
     """
 
-    def __init__(self, block: nn.Module) -> None:
-        self._modules = tuple(block.modules())
+    def __init__(self, block: nn.Module, copies: Copies) -> None:
+        self._modules, self._copies = tuple(block.modules()), copies
         self._attributes = Attributes(self._modules)
         self._watched: dict[tuple[bool, ...], set[Attribute]] = {}
         """Buffers that change, by the training flags of the modules."""
@@ -121,7 +121,7 @@ class ModuleState:
         if self._kept or (not self._deep and self._looks >= LOOKS):
             return None
         looks = self._looks < LOOKS
-        return Reach(reach_of(self._modules), apart=self._modules, lasting=True, with_bytes=True, prints=looks)
+        return Reach(reach_of(self._modules), apart=self._modules, lasting=True, copies=self._copies, prints=looks)
 
     def _learn_deep(self, snapshot: Snapshot, reach: Reach) -> str:
         """Why this call may not run again."""
@@ -177,7 +177,7 @@ class ModuleState:
         before = [(one._buffers, dict(one._buffers.items())) for one in self._modules if len(one._buffers)]
         now = None
         if snapshot.reach is not None:
-            now = Reach(reach_of(self._modules), apart=self._modules, with_bytes=True, beside=snapshot.reach)
+            now = Reach(reach_of(self._modules), apart=self._modules, copies=self._copies, beside=snapshot.reach)
         replaced = _replaced(snapshot)
         parameters = [(module, name, _held(module._parameters, name)) for _, _, name, module in replaced]
         pairs = zip(snapshot.parameters, snapshot.differentiable, strict=True)

@@ -77,13 +77,28 @@ class _Entry(NamedTuple):
 
 
 @final
+class Copies:
+    """Of the bytes of tensors, which calls share that find the same ones there, as long as one of them holds them."""
+
+    def __init__(self) -> None:
+        self._held: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Of the storage of a tensor, as it is now."""
+        now, held = bytes_over(tensor.untyped_storage()), self._held.get(address(tensor))
+        if held is None or held.shape != now.shape or held.device != now.device or not torch.equal(held, now):
+            held = self._held[address(tensor)] = now.clone()
+        return held
+
+
+@final
 class Reach:
     """What can be reached from some roots, as it is now.
 
     Args:
         apart: Modules of whose own attributes, parameters and buffers somebody else takes care.
         lasting: Whether this is held beyond the forward: then tensors that hang in a graph are held without it.
-        with_bytes: Whether bytes of tensors count, those of parameters and buffers left out, up to `MOST_BYTES`.
+        copies: Of bytes of tensors, where these count, those of parameters and buffers left out, up to `MOST_BYTES`.
         prints: Whether fingerprints tell of changes beyond `MOST_BYTES`.
         beside: What this one reached is written down as well, as it is now, wherever it has gone since.
     """
@@ -94,7 +109,7 @@ class Reach:
         *,
         apart: Sequence[nn.Module] = (),
         lasting: bool = False,
-        with_bytes: bool = False,
+        copies: Copies | None = None,
         prints: bool = False,
         beside: Reach | None = None,
     ) -> None:
@@ -104,7 +119,7 @@ class Reach:
         self._versions: list[tuple[Tensor, int]] = []
         """Of tensors, which may share bytes: what a run writes to may have been saved by another one before."""
         self._lasting = lasting
-        self._with_bytes, self._room = with_bytes, MOST_BYTES
+        self._with_bytes, self._copies, self._room = copies is not None, copies or Copies(), MOST_BYTES
         self._noted: set[tuple[int, str]] = set()
         self._apart = set(apart)
         self._fixed = {
@@ -388,7 +403,7 @@ class Reach:
 
     def _write_down(self, tensor: Tensor) -> None:
         alias = tensor.detach()
-        self._bytes.append((alias, bytes_over(tensor.untyped_storage()).clone()))
+        self._bytes.append((alias, self._copies.of(tensor)))
         self._versions.append((alias, _version_of(tensor)))
 
 
