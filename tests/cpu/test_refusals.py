@@ -447,3 +447,51 @@ def test_a_refusal_says_that_it_is_of_one_size_where_batches_vary_in_size(rows: 
         with pytest.raises(BudgetInfeasible) as refused, memory.step((x, len(rows))):
             model(x).sum().backward()
     assert any("batches vary in size" in note for note in getattr(refused.value, "__notes__", [])) == varies
+
+
+class Attending(nn.Module):
+    """On nested tensors: blocks that cannot run again, of a model that does not run without content."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = (line(x).unflatten(-1, [4, -1]).transpose(1, 2) for line in self.lines[:3])
+        attended = nn.functional.scaled_dot_product_attention(query, key, value)
+        out: Tensor = x + self.lines[3](attended.transpose(1, 2).flatten(-2))
+        return out
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("method", ["checkpoint", "mimose"])
+def test_what_blocks_take_that_have_not_run_is_reckoned_where_nothing_of_a_forward_can_be_told(method: str) -> None:
+    """It was what had been taken until then, once for each block."""
+
+    def trained(budget: Bytes) -> Bytes | BudgetInfeasible:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Attending() for _ in range(6)))
+        optimizer = torch.optim.AdamW(model.parameters())
+        with spillway.manage(model, optimizer, budget=budget, method=method) as memory:
+            try:
+                for _ in range(3):
+                    rows = [torch.randn(length, 64) for length in (64, 100, 30, 120)]
+                    x: Any = torch.nested.nested_tensor(rows, layout=torch.jagged)
+                    with memory.step(x):
+                        model(x).values().square().mean().backward()
+                        optimizer.step()
+                        optimizer.zero_grad()
+            except BudgetInfeasible as refusal:
+                return refusal
+            parts = sum(one.nbytes for one in (*model.parameters(), x.values(), x.offsets()))
+            assert memory.history[0].start_bytes >= parts, "a nested batch counts with what it consists of"
+            return max(report.peak_bytes for report in memory.history)
+
+    peak = trained(1 << 30)
+    assert isinstance(peak, int)
+    tried = [refusal for refusal in [trained(peak // 3)] if isinstance(refusal, BudgetInfeasible)]
+    while isinstance(again := trained(tried[-1].smallest_budget), BudgetInfeasible):
+        tried.append(again)
+    assert not tried[0].exact
+    assert len(tried) <= 2
+    assert tried[-1].smallest_budget <= peak * block_refusal_cases.TOO_MUCH

@@ -10,6 +10,7 @@ from typing import Any, Final
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from spillway.engines.tensors.calls import inner_tensors
 from spillway.engines.tensors.devices import device_of
 from spillway.errors import ModelError
 from spillway.internals.private import counted_storage, fully_sharded, is_distributed, local_of
@@ -95,9 +96,15 @@ def leaves(batch: Any, around: tuple[int, ...] = ()) -> Iterator[torch.Tensor | 
 
 
 def storages(tensors: Iterable[tuple[Kind, torch.Tensor]]) -> list[torch.UntypedStorage]:
-    """The storages of tensors, each once."""
-    parts = (local_of(one) for _, one in tensors if one.layout is torch.strided)
+    """The storages of tensors, each once; of nested and sparse ones those of what they consist of."""
+    parts = (part for _, one in tensors for part in _strided(local_of(one)))
     return list({storage._cdata: storage for storage in map(counted_storage, parts)}.values())
+
+
+def _strided(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
+    if tensor.layout is torch.strided:
+        return (tensor,)
+    return (part for part in inner_tensors(tensor) if part.layout is torch.strided)
 
 
 def several(given: Any, kind: type[Any]) -> list[Any]:

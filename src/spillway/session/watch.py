@@ -649,8 +649,18 @@ class StepWatch:
                 if windows and rise is not None:  # what the loss needs has been seen by now
                     seen = self._start + max(window.peak for window in windows) + self._foresight.state
                     told = min(told, max(seen, level - self._died + rise))
-            sure = told >= taken and self._foresight.hears_all  # less has been told wrong
-            self._refuse(taken, number, max(taken, told), exact=sure)
+            if told < taken:  # that has been told wrong, or cannot be told
+                self._refuse(taken, number, self._reckoned(taken), exact=False)
+            self._refuse(taken, number, told, exact=self._foresight.hears_all)
+
+    def _reckoned(self, taken: Bytes) -> Bytes:
+        """What a step takes of which nothing is told: blocks that have not run yet as much as those that have, on
+        average, and the first that goes backward as much again as the largest saved."""
+        ended = len(self.passes[-1].ended) if self.passes else 0
+        if not ended:
+            return taken
+        each = max(taken - self.passes[-1].resident, 0) // ended
+        return taken + max(len(self._engine.blocks) - ended, 0) * each + max(self.largest, each) + self._foresight.state
 
     def _told(self) -> Bytes | None:
         """What is taken now, where the allocator tells it to the byte."""
