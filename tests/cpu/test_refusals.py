@@ -495,3 +495,39 @@ def test_what_blocks_take_that_have_not_run_is_reckoned_where_nothing_of_a_forwa
     assert not tried[0].exact
     assert len(tried) <= 2
     assert tried[-1].smallest_budget <= peak * block_refusal_cases.TOO_MUCH
+
+
+class Fluctuating(nn.Module):
+    """Puts another buffer in the place of a small one, which was there before the session and dies unheard."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+        self.register_buffer("least", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(torch.tanh(self.up(x)))
+        self.least = torch.full((4,), float(out.detach().amin()))
+        return out
+
+
+def test_small_buffers_that_a_step_replaces_are_added_to_what_it_took() -> None:
+    def trained(budget: Bytes) -> BudgetInfeasible | None:
+        torch.manual_seed(0)
+        model, x = nn.Sequential(*(Fluctuating() for _ in range(4))), torch.randn(512, 64)
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        with spillway.manage(model, optimizer, budget=budget, method="checkpoint") as memory:
+            try:
+                for _ in range(3):
+                    with memory.step(x):
+                        model(x).square().mean().backward()
+                        optimizer.step()
+                        optimizer.zero_grad()
+            except BudgetInfeasible as refusal:
+                return refusal
+        return None
+
+    refusal = trained(2_700_000)
+    assert refusal is not None
+    assert refusal.smallest_budget >= refusal.needed + 4 * 16
+    assert trained(refusal.smallest_budget) is None

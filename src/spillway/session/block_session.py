@@ -299,6 +299,13 @@ class BlockSession(Session):
         """What collectives of sharded modules take at a moment of one step and not of another, by when they end."""
         return gathered_bytes(self._model)
 
+    @property
+    def _unheard_buffers(self) -> Bytes:
+        """Of those that a step may put others in the place of, as observers do, and nobody hears that they are gone: it
+        depends on where the others lie."""
+        buffers = ((Kind.BUFFER, one) for part in self._parts for one in part._buffers.values() if one is not None)
+        return sum(nbytes for one in storages(buffers) if (nbytes := one.nbytes()) < UNHEARD)
+
     def _of_gradients(self) -> list[Bytes]:
         """Of each that is there and has bytes of its own."""
         return [local_of(one).nbytes for one in self._gradients if one.layout is torch.strided]
@@ -1037,7 +1044,7 @@ class _Step(AbstractStep):
             rise = watch.recomputing_again()
             if rise is not None:
                 smallest, exact = max(smallest, left + rise), self.hears_all
-        smallest += session._under_way
+        smallest += session._under_way + session._unheard_buffers
         if (smallest, exact) == (refusal.smallest_budget, refusal.exact):
             return refusal
         return BudgetInfeasible(
