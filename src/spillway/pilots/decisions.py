@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Final, Self, final
+from typing import Final, NamedTuple, Self, final
 
 import numpy as np
 
 from spillway.errors import UsageError
+from spillway.pilots.lines import Follower, nats
 from spillway.pilots.mlp import Mlp, sigmoid
 from spillway.pilots.paths import Floats, Sample
 from spillway.pilots.pilot import AbstractPilot, Foresight
@@ -46,13 +47,24 @@ TEMPERATURES: Final = np.geomspace(0.5, 8, 17, dtype=np.float32)
 
 
 @final
-class DecisionPilot(AbstractPilot):
-    """One logit per decision, by a perceptron with two hidden layers.
+class _Step(NamedTuple):
+    """A sample as it is learned."""
 
-    It learns from a ring of the last steps as they come (`learn`), ahead of the run (`fit`), or both. Its logits are
-    divided by the temperature that would have been best for what it foresaw of the steps in the ring, before it had
-    learned them: a network that trains on is foreseen less well than one that was learned. A bias for each decision
-    follows thresholds that move from step to step.
+    sample: Sample
+    given: Floats
+    expected: Floats
+    """[decisions] By lines, before it ran, from -1 to 1."""
+
+
+@final
+class DecisionPilot(AbstractPilot):
+    """One logit per decision, by a perceptron with two hidden layers and by lines.
+
+    The perceptron learns from a ring of the last steps as they come (`learn`), ahead of the run (`fit`), or both. Its
+    logits are divided by the temperature that would have been best for what it foresaw of the steps in the ring, before
+    it had learned them: a network that trains on is foreseen less well than one that was learned. A bias for each
+    decision follows thresholds that move from step to step. Lines (`lines.py`) learn faster what a network becomes: the
+    perceptron is told what they expect, and they are believed more where they have been better in the last steps.
 
     Arguments:
         width: Of both hidden layers.
@@ -70,42 +82,55 @@ class DecisionPilot(AbstractPilot):
         """What logits are divided by."""
         self.bias = np.zeros(0, np.float32)
         """[decisions] What is added to them before."""
-        self.ring: deque[Sample] = deque(maxlen=RING)
+        self.follower = Follower()
+        """Lines, which know what happened lately."""
+        self.ring: deque[_Step] = deque(maxlen=RING)
         """The last steps."""
         self.surprise = 2 * CERTAIN
         """Cross-entropy of a decision that was foreseen as steps began, decayed."""
         self._random = np.random.default_rng(seed)
         self._seed = seed
         self._foreseen: deque[tuple[Floats, Floats]] = deque(maxlen=RING)  # logits and what came of them
-        self._upfront: tuple[Sample, Floats] | None = None
+        self._begun: _Step | None = None
+        self._upfront: tuple[_Step, Floats] | None = None  # and logits
+        self._standardized = False
         self._row = np.zeros(0, np.float32)
-        self._given = self._hidden = 0
+        self._given = self._hidden = self._learned = 0
+        self._version = -1
+        self._order = np.zeros(0, np.intp)
 
     # ------------------------------------------------------------------ features
 
-    def _fill(self, row: Floats, sample: Sample, asked: int) -> Floats | None:
-        """What is known of a sample then: embedding, sizes and their logarithms, structure; and of a network that hands
-        numbers to the host whether it has, the hidden state, and what is resolved, which is returned. Raises UsageError
+    def _given_of(self, sample: Sample) -> Floats:
+        """What is known of a sample at all times: embedding, sizes and their logarithms, structure. Raises UsageError
         for samples with more or fewer numbers than it has learned from."""
         sizes = np.array(sample.sizes, np.float32)
         given = np.concatenate(
             [sample.embedding, sizes, np.log1p(np.abs(sizes)), np.array(sample.structure, np.float32)]
         )
-        end = len(given)
-        if end != self._given:
+        if len(given) != self._given:
             raise UsageError(
-                f"The decision pilot has learned from {self._given} numbers a sample, and this one has {end}: describe "
-                f"batches as it knows them (Dynamism), or train another pilot."
+                f"The decision pilot has learned from {self._given} numbers a sample, and this one has {len(given)}: "
+                f"describe batches as it knows them (Dynamism), or train another pilot."
             )
-        row[:end] = given
+        return given
+
+    def _fill(self, row: Floats, step: _Step, asked: int) -> Floats | None:
+        """What is known of a sample then: what is given; and of a network that hands numbers to the host whether it
+        has, the hidden state, and what is resolved, which is returned. What is not resolved is as lines expected it."""
+        end, sample = self._given, step.sample
+        row[:end] = step.given
         row[end:] = 0
-        if not (asked and self._hidden):
+        if not self._hidden:
             return None
-        known = self._known(sample, asked)
+        resolved = row[end + 1 + self._hidden :]
+        resolved[: len(step.expected)] = step.expected  # the program may have learned decisions since
+        if not asked:
+            return None
         row[end] = 1
         row[end + 1 : end + 1 + self._hidden] = sample.hidden[asked - 1]
-        resolved = row[end + 1 + self._hidden :]
-        resolved[: len(known)] = known[: len(resolved)]  # the program may have learned decisions since
+        known = self._known(sample, asked)[: len(resolved)]
+        np.copyto(resolved[: len(known)], known, where=known != OPEN)
         return known
 
     def _known(self, sample: Sample, asked: int) -> Floats:
@@ -119,10 +144,12 @@ class DecisionPilot(AbstractPilot):
             self._given = len(sample.embedding) + 2 * len(sample.sizes) + len(sample.structure)
             features = self._given + ((1 + self._hidden + decisions) if self._hidden else 0)
             self.mlp = Mlp([features, self.width, self.width, max(decisions, 1)], seed=self._seed)
+            self._standardized = False
         grown = max(decisions, 1) - self.mlp.widths[-1]
         if grown > 0:
             self.mlp.widen(self.mlp.widths[0] + (grown if self._hidden else 0), max(decisions, 1))
         self.bias = np.concatenate([self.bias, np.zeros(max(decisions, 1) - len(self.bias), np.float32)])
+        self.follower.widen(self._given, self._hidden, max(decisions, 1))
         self.redirects = bool(self._hidden)
         if len(self._row) != self.mlp.widths[0]:
             self._row = np.zeros(self.mlp.widths[0], np.float32)
@@ -134,15 +161,40 @@ class DecisionPilot(AbstractPilot):
         """Of what is resolved it is certain."""
         if self.mlp is None:
             return Foresight(np.full(self.program.decisions, 0.5, np.float32))
-        known = self._fill(self._row, sample, asked)
+        if not asked or self._begun is None or self._begun.sample is not sample:
+            self._begun = self._begin(sample)
+        known = self._fill(self._row, self._begun, asked)
         logits = self.mlp.one(self._row) + self.bias
+        calm = logits / self.temperature
         if not asked:
-            self._upfront = (sample, logits)
-        found = sigmoid(logits / self.temperature)
+            self._upfront = self._begun, logits
+            calm = self.follower.conclude(calm)
+        elif known is not None:
+            calm = self._redirected(sample, asked, calm, known)
+        found = sigmoid(calm)
         if known is not None:
             known = known[: len(found)]
             np.copyto(found[: len(known)], known > OPEN, where=known != OPEN)
         return Foresight(found)
+
+    def _redirected(self, sample: Sample, asked: int, logits: Floats, known: Floats) -> Floats:
+        """Logits of a moment in which the perceptron says these."""
+        assert self.mlp is not None
+        if self._version != self.program.version:
+            self._version = self.program.version
+            self._order = np.argsort(self.program.first_rank[1:], kind="stable")
+        if len(self._order) != len(logits) or len(known) != len(logits):
+            return logits
+        at = slice(self._given + 1, self._given + 1 + self._hidden)
+        state = (sample.hidden[asked - 1] - self.mlp.mean[at]) * self.mlp.scale[at]
+        return self.follower.redirect(logits, state, known, self._order)
+
+    def _begin(self, sample: Sample) -> _Step:
+        """A sample, and what lines expect of it."""
+        assert self.mlp is not None
+        given, end = self._given_of(sample), self._given
+        standard = (given - self.mlp.mean[:end]) * self.mlp.scale[:end] if self._standardized else np.zeros_like(given)
+        return _Step(sample, given, self.follower.expect(standard))
 
     # ------------------------------------------------------------------ learning
 
@@ -150,14 +202,15 @@ class DecisionPilot(AbstractPilot):
         """A step, with some of those in the ring."""
         self.program.follow()
         mlp = self._prepare(sample)
-        self._remember(sample)
-        self.ring.append(sample)
-        if len(self.ring) == REPLAYED and not mlp.mean.any():
-            mlp.standardize(self._rows(list(self.ring))[0])
+        step = self._remember(sample)
+        self.ring.append(step)
+        if len(self.ring) >= REPLAYED and not self._standardized:
+            mlp.standardize(self._rows(self.ring)[0])
+            self._standardized = True
         rate = RATE * min(self.surprise / CERTAIN - 1, 1.0)
         for _ in range(REPEATS if len(self.ring) >= REPLAYED and rate > 0 else 0):
-            chosen = [sample, *(self.ring[one] for one in self._random.integers(0, len(self.ring), REPLAYED - 1))]
-            asked = [int(self._random.integers(0, len(one.hidden) + 1)) if self._hidden else 0 for one in chosen]
+            chosen = [step, *(self.ring[one] for one in self._random.integers(0, len(self.ring), REPLAYED - 1))]
+            asked = [int(self._random.integers(0, len(one.sample.hidden) + 1)) if self._hidden else 0 for one in chosen]
             features, targets, counts = self._rows(chosen, asked)
             mlp.learn(features, targets, counts, loss="logits", rule="adam", rate=rate)
 
@@ -168,7 +221,11 @@ class DecisionPilot(AbstractPilot):
             return 0
         self.program.follow()
         mlp = self._prepare(samples[-1])
-        features, targets, counts = self._rows(samples)
+        blank = np.zeros(0, np.float32)
+        mlp.standardize(self._rows([_Step(one, self._given_of(one), blank) for one in samples])[0])
+        self._standardized = True
+        steps = [self._followed(one) for one in samples]
+        features, targets, counts = self._rows(steps)
         mlp.standardize(features)
         batches = -(-len(features) // ROWS)
         epochs = epochs or max(EPOCHS, BATCHES // batches)
@@ -179,41 +236,58 @@ class DecisionPilot(AbstractPilot):
             for batch in range(batches):
                 chosen = order[batch * ROWS : (batch + 1) * ROWS]
                 mlp.learn(features[chosen], targets[chosen], counts[chosen], loss="logits", rule="adam", rate=rate)
-        self.ring.extend(samples)
+        self.ring.extend(steps)
         self.surprise = CERTAIN
         return epochs
 
-    def _rows(self, samples: Sequence[Sample], asked: Sequence[int] | None = None) -> tuple[Floats, Floats, Floats]:
+    def _followed(self, sample: Sample) -> _Step:
+        """A step of which the perceptron says nothing yet."""
+        step = self._begin(sample)
+        undecided = np.zeros_like(self.bias)
+        self.follower.conclude(undecided)
+        for asked in range(1, (len(sample.hidden) if self._hidden else 0) + 1):
+            self._redirected(sample, asked, undecided, self._known(sample, asked))
+        self.follower.learn(self._bits(sample), judged=False)
+        return step
+
+    def _bits(self, sample: Sample) -> Floats:
+        """[decisions, at least 1] As many as there are outputs."""
+        bits = self.program.bits(sample.path)
+        return bits if len(bits) else np.zeros(1, np.float32)
+
+    def _rows(self, samples: Sequence[_Step], asked: Sequence[int] | None = None) -> tuple[Floats, Floats, Floats]:
         """Features, bits and which bits were open: of every moment of every sample, or of one moment each."""
         assert self.mlp is not None
         if asked is None:
-            pairs = [(one, at) for one in samples for at in range((len(one.hidden) if self._hidden else 0) + 1)]
+            pairs = [(one, at) for one in samples for at in range((len(one.sample.hidden) if self._hidden else 0) + 1)]
         else:
             pairs = list(zip(samples, asked, strict=True))
         widths = self.mlp.widths
         features = np.zeros((len(pairs), widths[0]), np.float32)
         targets = np.zeros((len(pairs), widths[-1]), np.float32)
         counts = np.zeros((len(pairs), widths[-1]), np.float32)
-        for row, (sample, at) in enumerate(pairs):
-            self._fill(features[row], sample, at)
-            targets[row, : self.program.decisions] = self.program.bits(sample.path)
-            counts[row, : self.program.decisions] = self._known(sample, at) == OPEN if at else 1
+        for row, (step, at) in enumerate(pairs):
+            known = self._fill(features[row], step, at)
+            targets[row, : self.program.decisions] = self.program.bits(step.sample.path)
+            counts[row, : self.program.decisions] = 1 if known is None else known == OPEN
         return features, targets, counts
 
-    def _remember(self, sample: Sample) -> None:
+    def _remember(self, sample: Sample) -> _Step:
         """What was foreseen of it, before it is learned."""
-        if self._upfront is None or self._upfront[0] is not sample:
-            return
-        bits, logits = self.program.bits(sample.path), self._upfront[1]
-        both = min(len(bits), len(logits))
-        self._foreseen.append((logits[:both], bits[:both]))
-        if both:
-            loss = _cross_entropy(logits[:both], bits[:both])
-            self.surprise += SURPRISE * (loss - self.surprise)
-        self.bias[:both] += FOLLOWING * (bits[:both] - sigmoid(logits[:both]))
+        bits = self._bits(sample)
+        if self._upfront is None or self._upfront[0].sample is not sample or len(self._upfront[1]) != len(bits):
+            self.foresee(sample)
+        assert self._upfront is not None
+        step, logits = self._upfront
+        self._foreseen.append((logits, bits))
+        self.surprise += SURPRISE * (float(nats(logits, bits).mean()) - self.surprise)
+        self.bias += FOLLOWING * (bits - sigmoid(logits))
+        self.follower.learn(bits)
         self._upfront = None
-        if len(self._foreseen) >= REPLAYED and len(self.ring) % CALIBRATED_AFTER == 0:
+        self._learned += 1
+        if len(self._foreseen) >= REPLAYED and self._learned % CALIBRATED_AFTER == 0:
             self.calibrate()
+        return step
 
     # ------------------------------------------------------------------ files
 
@@ -226,7 +300,7 @@ class DecisionPilot(AbstractPilot):
         if self.mlp is None:
             raise UsageError("The decision pilot has learned nothing: train it before it is written.")
         ends = {"bias": self.bias, "calibration": np.array([self.temperature, self.surprise], np.float32)}
-        return {**self.mlp.arrays("mlp"), **ends}
+        return {**self.mlp.arrays("mlp"), **self.follower.arrays("lines"), **ends}
 
     @classmethod
     def of_arrays(cls, program: Program, arrays: Mapping[str, Floats], settings: Mapping[str, int]) -> Self:
@@ -246,6 +320,9 @@ class DecisionPilot(AbstractPilot):
             raise ValueError(f"the hidden layers are {inner} wide, and not {made.width}")
         made.temperature, made.surprise = ends[0], float(ends[1])
         made._row = np.zeros(made.mlp.widths[0], np.float32)
+        made._standardized = True
+        made.follower.widen(made._given, made._hidden, outputs)
+        made.follower.take("lines", arrays)
         return made
 
     def calibrate(self) -> None:
@@ -254,10 +331,5 @@ class DecisionPilot(AbstractPilot):
             return
         logits = np.concatenate([one for one, _ in self._foreseen])
         bits = np.concatenate([one for _, one in self._foreseen])
-        losses = [_cross_entropy(logits / one, bits) for one in TEMPERATURES]
+        losses = [nats(logits / one, bits).mean() for one in TEMPERATURES]
         self.temperature = TEMPERATURES[int(np.argmin(losses))]
-
-
-def _cross_entropy(logits: Floats, bits: Floats) -> float:
-    """Mean, in nats."""
-    return float((np.logaddexp(np.float32(0), logits) - bits * logits).mean())
