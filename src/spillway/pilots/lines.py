@@ -23,6 +23,7 @@ Places: TypeAlias = NDArray[np.intp]
 SPANS: Final = np.array([8, 32, 128], np.float32)
 """Steps over which it is summed up how much more often than usual a part ran: a controller that holds a rate moves its
 threshold by just that."""
+_BY_CHANCE: Final = np.array(2 / np.sqrt(SPANS), np.float32)
 USUAL: Final = 512
 """Steps of which the usual rate is the mean."""
 UNSURE: Final = np.float32(0.2)
@@ -277,7 +278,7 @@ class Follower:
 
     def _scaled(self) -> Floats:
         """Sums in their deviations, had parts run by chance."""
-        scaled: Floats = self.lately * (2 / np.sqrt(SPANS))
+        scaled: Floats = self.lately * _BY_CHANCE
         return scaled
 
 
