@@ -60,6 +60,7 @@ class Lines:
         """[decisions, own]"""
         self._covariance = np.eye(1, dtype=np.float32) * UNSURE
         self._own_covariance = np.zeros((0, own, own), np.float32)
+        self._offsets = np.zeros(0, np.float32)
 
     def widen(self, inputs: int, decisions: int) -> None:
         """Take more inputs and decisions, behind those that are there; of their weights nothing is known."""
@@ -77,14 +78,18 @@ class Lines:
         self._covariance, self._own_covariance, self.weights = covariance, own, weights
         self.own = np.concatenate([self.own, np.zeros((decisions - known, width), np.float32)])
 
-    def logits(self, inputs: Floats, own: Floats) -> Floats:
+    def settle(self, own: Floats) -> None:
+        """What is each one's own is known before there is a sample."""
+        self._offsets = self.weights[-1] + (self.own * own).sum(axis=1)
+
+    def logits(self, inputs: Floats) -> Floats:
         """Of all decisions, for one sample."""
-        found: Floats = inputs @ self.weights[:-1] + self.weights[-1] + np.einsum("do,do->d", self.own, own)
+        found: Floats = inputs @ self.weights[:-1] + self._offsets
         return found
 
     def learn(self, inputs: Floats, own: Floats, bits: Floats) -> None:
         """What came of a sample."""
-        likely = sigmoid(self.logits(inputs, own))
+        likely = sigmoid(self.logits(inputs))
         curved = np.maximum(likely * (1 - likely), CURVED)
         mean = curved.mean()
         whole = np.append(inputs, np.float32(1))
@@ -180,6 +185,7 @@ class Follower:
         self.ahead_advantage = np.append(self.ahead_advantage, np.zeros((AHEAD, more), np.float32), axis=1)
         self.usual = np.append(self.usual, np.zeros(more, np.float32))
         self.lately = np.concatenate([self.lately, np.zeros((more, len(SPANS)), np.float32)])
+        self._settle()
 
     def _narrowed(self, numbers: Floats) -> Floats:
         """At most `WIDEST`, none of them far out."""
@@ -195,7 +201,7 @@ class Follower:
     def expect(self, given: Floats) -> Floats:
         """[decisions] What the first lines expect of a sample, from -1 to 1. `given` has mean 0 and variance 1."""
         self._inputs = self._narrowed(given)
-        self._first = self.first.logits(self._inputs, self._scaled())
+        self._first = self.first.logits(self._inputs)
         expected: Floats = np.tanh(self._first * np.float32(0.5))
         return expected
 
@@ -208,7 +214,7 @@ class Follower:
         self._both = np.concatenate([self._inputs, both.ravel()])
         self._other = other
         self._moments.clear()
-        self._said = self.second.logits(self._both, self._scaled())
+        self._said = self.second.logits(self._both)
         found: Floats = other + sigmoid(EAGER * self.advantage) * (self._said - other)
         return found
 
@@ -223,7 +229,7 @@ class Follower:
         narrow = self._narrowed(state)
         inputs = np.ones((len(chosen), len(narrow) + len(SPANS) + 3), np.float32)
         inputs[:, : len(narrow)] = narrow
-        inputs[:, len(narrow) : -3] = self._scaled()[chosen]
+        inputs[:, len(narrow) : -3] = self._own[chosen]
         inputs[:, -3] = np.minimum(np.maximum(other[chosen], -SATURATED), SATURATED)
         inputs[:, -2] = known[resolved[-1]] if len(resolved) else 0
         said = self.ahead.logits(chosen, inputs)
@@ -235,9 +241,8 @@ class Follower:
 
     def learn(self, bits: Floats, *, judged: bool = True) -> None:
         """What came of the sample that was concluded last; it is not `judged` if the other learner said nothing."""
-        own = self._scaled()
-        self.first.learn(self._inputs, own, bits)
-        self.second.learn(self._both, own, bits)
+        self.first.learn(self._inputs, self._own, bits)
+        self.second.learn(self._both, self._own, bits)
         if judged:
             self.advantage *= FADING
             self.advantage += nats(self._other, bits) - nats(self._said, bits)
@@ -252,6 +257,7 @@ class Follower:
         self.usual += (bits - self.usual) * np.float32(1 / min(self.steps, USUAL))
         self.lately *= 1 - 1 / SPANS
         self.lately += (bits - self.usual)[:, None]
+        self._settle()
 
     def arrays(self, name: str) -> dict[str, Floats]:
         """What it has learned but how sure it is, by names that begin with `name`."""
@@ -275,11 +281,13 @@ class Follower:
         for one in given:
             own[one][...] = arrays[one]
         self.steps = USUAL if given else 0
+        self._settle()
 
-    def _scaled(self) -> Floats:
-        """Sums in their deviations, had parts run by chance."""
-        scaled: Floats = self.lately * _BY_CHANCE
-        return scaled
+    def _settle(self) -> None:
+        """Sums in the deviations that they had if parts ran by chance."""
+        self._own: Floats = self.lately * _BY_CHANCE
+        self.first.settle(self._own)
+        self.second.settle(self._own)
 
 
 def nats(logits: Floats, bits: Floats) -> Floats:
