@@ -124,13 +124,14 @@ class DecisionPilot(AbstractPilot):
         if not self._hidden:
             return None
         resolved = row[end + 1 + self._hidden :]
-        resolved[: len(step.expected)] = step.expected  # the program may have learned decisions since
+        resolved[: len(step.expected)] = step.expected[: len(resolved)]  # the program may have learned decisions since
         if not asked:
             return None
         row[end] = 1
         row[end + 1 : end + 1 + self._hidden] = sample.hidden[asked - 1]
-        known = self._known(sample, asked)[: len(resolved)]
-        np.copyto(resolved[: len(known)], known, where=known != OPEN)
+        known = self._known(sample, asked)
+        both = min(len(known), len(resolved))
+        np.copyto(resolved[:both], known[:both], where=known[:both] != OPEN)
         return known
 
     def _known(self, sample: Sample, asked: int) -> Floats:
