@@ -48,10 +48,19 @@ def some_of(cases: Iterable[Any], share: float) -> list[Any]:
 
 
 def in_turn(first: Iterable[Any], *others: Iterable[Any], times: int = 1) -> list[tuple[Any, ...]]:
-    """Every case of the first with so many combinations of the others, whose turn it is; in the full audit with all."""
-    cases, combinations = list(first), list(itertools.product(*others))
-    assert len(cases) * times >= len(combinations), "some combination would never have its turn"
+    """Every case of the first with so many combinations of the others; in the full audit with all. Values go round:
+    the next case begins where one ended, and the slower the further behind, so that no two are tied to each other."""
+    cases, factors = list(first), [list(values) for values in others]
     if FULL_AUDIT:
-        return [(case, *combination) for case in cases for combination in combinations]
-    turns = range(len(cases) * times)
-    return [(cases[turn // times], *combinations[turn % len(combinations)]) for turn in turns]
+        return list(itertools.product(cases, *factors))
+    found: list[tuple[Any, ...]] = []
+    for number, case in enumerate(cases):
+        for turn in range(times):
+            begins, row = number * times, [case]
+            for values in factors:
+                row.append(values[(begins + turn) % len(values)])
+                begins //= len(values)
+            found.append(tuple(row))
+    met = [[row[place] for row in found] for place in range(1, 1 + len(factors))]
+    assert all(value in column for column, values in zip(met, factors, strict=True) for value in values)
+    return found

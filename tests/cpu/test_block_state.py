@@ -6,6 +6,7 @@ import logging
 import random
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy
@@ -13,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from spillway.engines.blocks import reach
+from spillway.engines.blocks import reach, saved
 from spillway.engines.blocks.block import CallReport
 from spillway.engines.blocks.block_engine import BlockEngine
 from spillway.engines.blocks.code import names_of, package
@@ -273,6 +274,113 @@ def test_a_buffer_that_the_first_call_happened_to_leave_as_it_was_is_put_back(in
     (expected, _), (found, calls) = trained(None), trained(Action.RECOMPUTE)
     assert all(map(torch.equal, expected, found))
     assert calls == {(1, "")}
+
+
+class Late(nn.Module):
+    """Makes a buffer in a forward, once an input is positive, by numbers that it draws before its dropout does."""
+
+    def __init__(self, *, named: bool) -> None:
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)
+        if named:
+            self.register_buffer("late", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if getattr(self, "late", None) is None and x[0, 0] > 0:
+            self.register_buffer("late", torch.rand(WIDTH))
+        made = getattr(self, "late", None)
+        dropped: Tensor = self.dropout(self.linear(x))
+        return dropped if made is None else dropped + made
+
+
+class Lent(nn.Module):
+    """Has a buffer that somebody deletes between forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)
+        self.register_buffer("lent", torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        dropped: Tensor = self.dropout(self.linear(x))
+        return dropped + self.lent if "lent" in self._buffers else dropped
+
+
+@pytest.mark.parametrize(
+    "made", [lambda: Late(named=True), lambda: Late(named=False), Lent], ids=["named", "not named", "deleted"]
+)
+def test_buffers_that_come_and_go_are_found_as_they_were(made: Callable[[], nn.Module]) -> None:
+    def trained(action: Action | None) -> tuple[list[Tensor], list[str]]:
+        torch.manual_seed(0)
+        model = nn.Sequential(made())
+        engine = BlockEngine(model, ["0"], actions=lambda block, call: action) if action is not None else None
+        found = []
+        for sign in (-1, -1, 1, -1, 1):
+            model.zero_grad()
+            loss = model(torch.full((4, WIDTH), 0.5 * sign)).square().sum()
+            if sign > 0:
+                model[0]._buffers.pop("lent", None)
+            loss.backward()
+            found += [loss.detach(), *(one.grad.clone() for one in model.parameters() if one.grad is not None)]
+            assert engine is None or engine.calls[0].recomputes == 1
+        if engine is not None:
+            engine.close()
+        return found, [*model[0]._buffers]
+
+    (expected, names), (found, mine) = trained(None), trained(Action.RECOMPUTE)
+    assert all(map(torch.equal, expected, found))
+    assert mine == names
+
+
+def test_what_a_call_that_cannot_run_again_is_called_with_is_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied, original = list[int](), saved._same_layout
+
+    def counted(tensor: Tensor, copies: dict[int, torch.UntypedStorage]) -> Tensor:
+        copied.append(tensor.untyped_storage().nbytes())
+        return original(tensor, copies)
+
+    monkeypatch.setattr(saved, "_same_layout", counted)
+    model = nn.Sequential(Counting(), nn.Linear(WIDTH, 1))
+    counts = []
+    with BlockEngine(model, ["0"], actions=lambda block, call: Action.RECOMPUTE) as engine:
+        for step in range(6):
+            copied.clear()
+            model[0].counts = step < 3  # type: ignore[assignment]
+            model(torch.randn(4, WIDTH, requires_grad=True)).sum().backward()
+            counts.append((len(copied), engine.calls[0].recomputes))
+    assert counts == [(1, 0), (0, 0), (0, 0), (0, 0), (1, 1), (0, 1)]  # of one that could, nothing was copied
+
+
+class Counting(nn.Module):
+    """Draws from a generator, which cannot be put back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.held, self.counts = nn.Linear(WIDTH, WIDTH), {"a": [(one for one in range(100))]}, True
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.counts:
+            next(self.held["a"][0])
+        return torch.tanh(self.linear(x))
+
+
+def test_a_tensor_without_bytes_that_lies_deep_is_no_reason_to_raise() -> None:
+    class Deep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+            self.held: dict[str, list[Any]] = {"meta": [torch.empty(3, device="meta")], "count": [0]}
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.held["count"][0] += 1
+            return torch.tanh(self.linear(x))
+
+    model = nn.Sequential(Deep())
+    with BlockEngine(model, ["0"], actions=lambda block, call: Action.RECOMPUTE) as engine:
+        for step in range(4):
+            model(torch.randn(4, WIDTH)).sum().backward()
+            assert engine.calls[0].recomputes == 1
+            assert model[0].held["count"] == [step + 1]  # type: ignore[index]
 
 
 def test_calls_share_copies_of_bytes_as_long_as_these_are_the_same() -> None:

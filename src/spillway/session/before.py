@@ -111,6 +111,12 @@ class Before:
                 if torch.equal(content, self._copies[key][1]):
                     self._constant[key] = location.storage, _version(location.buffer), fingerprint(content, {})
 
+    @property
+    def replaced(self) -> list[Tensor]:
+        """Buffers in the place of which others have been put since."""
+        pairs = ((one, held.get(name)) for held, buffers in self._held for name, one in buffers.items())
+        return [one for one, now in pairs if one is not None and now is not one]
+
     @_unseen()
     def put_back(self, *, updated: bool) -> str:
         """All is as it was when the step began, unless parameters were `updated`. Returns a sentence about what is not,

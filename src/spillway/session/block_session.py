@@ -299,13 +299,6 @@ class BlockSession(Session):
         """What collectives of sharded modules take at a moment of one step and not of another, by when they end."""
         return gathered_bytes(self._model)
 
-    @property
-    def _unheard_buffers(self) -> Bytes:
-        """Of those that a step may put others in the place of, as observers do, and nobody hears that they are gone: it
-        depends on where the others lie."""
-        buffers = ((Kind.BUFFER, one) for part in self._parts for one in part._buffers.values() if one is not None)
-        return sum(nbytes for one in storages(buffers) if (nbytes := one.nbytes()) < UNHEARD)
-
     def _of_gradients(self) -> list[Bytes]:
         """Of each that is there and has bytes of its own."""
         return [local_of(one).nbytes for one in self._gradients if one.layout is torch.strided]
@@ -633,6 +626,9 @@ class _Step(AbstractStep):
         self._evaluates: torch.optim.Optimizer | None = None
         """The one that is updating, and may call its closure again."""
         self._lost: str | None = None
+        self._unheard: Bytes = 0
+        """Bytes of small buffers that the step has put others in the place of, as observers do: nobody hears that they
+        are gone, which depends on where the others lie."""
         """What could not be put back, once that was tried."""
         self._updates: list[Kept] = []
         """Optimizers that have begun, as long as blocks are watched."""
@@ -979,6 +975,8 @@ class _Step(AbstractStep):
     def _put_back(self) -> None:
         """Of a step that was refused, whatever the user's code makes of the refusal."""
         if self._lost is None and self._session._before is not None:
+            replaced = storages((Kind.BUFFER, one) for one in self._session._before.replaced)
+            self._unheard = sum(nbytes for one in replaced if (nbytes := one.nbytes()) < UNHEARD)
             self._lost = self._session._before.put_back(updated=self._updated)
 
     def _end(self) -> SpillwayError | None:
@@ -1044,7 +1042,7 @@ class _Step(AbstractStep):
             rise = watch.recomputing_again()
             if rise is not None:
                 smallest, exact = max(smallest, left + rise), self.hears_all
-        smallest += session._under_way + session._unheard_buffers
+        smallest += session._under_way + self._unheard
         if (smallest, exact) == (refusal.smallest_budget, refusal.exact):
             return refusal
         return BudgetInfeasible(

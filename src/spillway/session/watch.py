@@ -660,7 +660,8 @@ class StepWatch:
         if not ended:
             return taken
         each = max(taken - self.passes[-1].resident, 0) // ended
-        return taken + max(len(self._engine.blocks) - ended, 0) * each + max(self.largest, each) + self._foresight.state
+        first = 0 if _in_backward() else max(self.largest, each)
+        return taken + max(len(self._engine.blocks) - ended, 0) * each + first + self._foresight.state
 
     def _told(self) -> Bytes | None:
         """What is taken now, where the allocator tells it to the byte."""

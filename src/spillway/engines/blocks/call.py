@@ -40,7 +40,7 @@ from spillway.engines.blocks.compress import Compressor
 from spillway.engines.blocks.containers import freeze, tensors, thaw
 from spillway.engines.blocks.fingerprints import first_changed, remember_some
 from spillway.engines.blocks.functorch_hooks import Packing, outside_of_transforms, under_transforms
-from spillway.engines.blocks.homes import Homes
+from spillway.engines.blocks.homes import COMPRESSED, Homes
 from spillway.engines.blocks.hook import Hook
 from spillway.engines.blocks.iterators import CannotCopyError
 from spillway.engines.blocks.quiet import quiet
@@ -262,6 +262,8 @@ class BlockCall:
         """All runs that this one is part of have ended, and its first saved tensor was asked for."""
         self.running_again = False
         """A second run is filling what was saved; what it has brought back is not given up before somebody took it."""
+        self._is_uncopied = self.action.recomputes and self.number in block.kept - block.judged
+        """It is expected not to run again, so that nothing is copied of which nobody knows whether it is written to."""
         self._found: list[FrozenTensor] = []
         """The tensors among the arguments."""
         self._outputs: set[int] = set()
@@ -320,7 +322,7 @@ class BlockCall:
 
     def _to_copy(self, number: int, tensor: Tensor) -> bool:
         """Rule 2: an argument is copied if the block, or who comes after it, may write to it."""
-        unknown = self.action.recomputes and self.number not in self.block.judged
+        unknown = self.action.recomputes and self.number not in self.block.judged and not self._is_uncopied
         return (unknown and not isinstance(tensor, torch.nn.Parameter)) or self._is_written(number, tensor)
 
     def _is_written(self, number: int, _: Tensor) -> bool:
@@ -336,6 +338,8 @@ class BlockCall:
             value = tensor.detach()
         if is_sizeless(tensor):
             self._keep("it has nested tensors inside whose layout is strided")
+        if tensor.layout in COMPRESSED:
+            self._keep("it saves sparse tensors in a compressed layout")
         if not needs_grad and tensor._version == 0:
             self._unsettled = len(self.saved)
         saved = SavedTensor(self, tensor, value, pinned, self.outer is None)
@@ -359,6 +363,9 @@ class BlockCall:
                 if not frozen.copied:
                     self.report.kept_because = "it writes to an argument, which was not copied before"
         self.report.kept_because = self.block.state.learn(self.snapshot) or self.report.kept_because
+        if self._is_uncopied and not self.report.kept_because:
+            self.report.kept_because = "it could not run again the last time, so that nothing was copied"
+            self.block.kept.discard(self.number)
         last = len(self.saved) - 1
         settled = last - self._unsettled > _SETTLE and self._before_child <= last
         # What is written unseen after the last tensor was saved is to be written again.
@@ -369,14 +376,14 @@ class BlockCall:
             self.locate(ended=True)
         if self.block.communicates:  # and what it saved may be under way
             self.report.kept_because, self.selection = "it communicates with other processes", None
-        elif self.action.recomputes:
+        if self.action.recomputes:
             selection, self.selection = self.selection, None
             if self.report.kept_because:
                 self._forget_copies()
             else:
                 self._give_up()
                 self._keep_for_later(selection, fixed)
-        elif self._above_recomputes() or self.outer is not None:
+        elif self.block.communicates or self._above_recomputes() or self.outer is not None:
             return  # it is about to be given up, or what the user's hooks have made of it
         elif self.action is Action.OFFLOAD:
             with self.runtime.sending(self) as store:
@@ -395,9 +402,11 @@ class BlockCall:
 
     def _forget_copies(self) -> None:
         """Of what it was called with: nobody will call with them."""
-        for frozen in self.arguments():
-            if frozen.copied:
-                frozen.let_go()
+        copied = [frozen for frozen in self.arguments() if frozen.copied]
+        if copied and self.number not in self.block.judged:
+            self.block.kept.add(self.number)  # the next one is not expected to run again either
+        for frozen in copied:
+            frozen.let_go()
 
     def _drop_arguments(self) -> None:
         self.frozen, self._found = None, []
@@ -584,7 +593,9 @@ class BlockCall:
 
     def _judge(self) -> None:
         """The backward is here: what was going to be written to the arguments has been written."""
-        if self.number in self.block.judged or self.frozen is None or any(one.gone for one in self.arguments()):
+        if self.number in self.block.judged or self.frozen is None or self._is_uncopied:
+            return
+        if any(one.gone for one in self.arguments()):
             return
         self.block.judged.add(self.number)
         for number, frozen in enumerate(self.arguments()):

@@ -42,22 +42,21 @@ _POINTERS: Final = ("data_ptr", "const_data_ptr")
 _OF_STORAGES: Final = ("__setitem__", "fill_", "copy_", "byteswap", "data_ptr")
 """Methods of theirs that write, or tell where."""
 _PART: Final[Bytes] = 1 << 14
-_COMPRESSED: Final = frozenset({torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc})
+COMPRESSED: Final = frozenset({torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc})
 _of_torch: Final = cast(Any, torch._C.TensorBase)
 
 
 def empty_witness(tensor: Tensor) -> Tensor:
-    """A tensor without bytes that shares the version counter of `tensor`."""
+    """A tensor without bytes that shares the version counter of `tensor`; in compressed layouts, of which torch cannot
+    make one, with all of them."""
     witness = tensor.detach()
     if tensor.is_nested and tensor.layout is torch.jagged:
         cast(Any, witness)._values = cast(Any, tensor)._values.new_empty(0)
         return witness
-    if tensor.layout in _COMPRESSED:
-        nothing = torch.zeros_like(witness)  # of which no element is there
-    elif type(tensor) is Tensor:
-        nothing = _nothing(tensor.dtype, tensor.device, tensor.layout)
-    else:
-        nothing = tensor.new_empty(0)
+    if tensor.layout in COMPRESSED:
+        return witness
+    same = type(tensor) is Tensor
+    nothing = _nothing(tensor.dtype, tensor.device, tensor.layout) if same else tensor.new_empty(0)
     _of_torch.data.__set__(witness, nothing)
     return witness
 

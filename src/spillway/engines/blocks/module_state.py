@@ -87,7 +87,7 @@ class ModuleState:
         self._looks, self._deep, self._kept = other._looks, other._deep, other._kept
 
     def snapshot(self) -> Snapshot:
-        """The block now."""
+        """The block now, with the names of all buffers."""
         training = tuple([module.training for module in self._modules])
         watched = self._watched.get(training)
         buffers: dict[Attribute, Tensor | None] = {}
@@ -100,7 +100,7 @@ class ModuleState:
             for name, buffer in module._buffers.items():
                 looked_at = watched is None or (module, name) in watched
                 copy = _copied(buffer) if buffer is not None and looked_at else None
-                if looked_at and (buffer is None or copy is not None):
+                if buffer is None or copy is not None:
                     buffers[module, name] = copy
                 if buffer is not None and (watched is None or copy is None):
                     versions.append((buffer, _version_of(buffer), name, module))
@@ -159,7 +159,7 @@ class ModuleState:
         changed = {one for one, before in copies if one in written or _differs(one, before)}
         self._watched[snapshot.training] = changed
         snapshot.versions = [entry for entry in snapshot.versions if (entry[3], entry[2]) not in changed]
-        snapshot.buffers = {one: before for one, before in copies if one in changed}
+        snapshot.buffers = {one: before for one, before in copies if one in changed or before is None}
 
     def fixed(self) -> set[int]:
         """Addresses of the storages of parameters and buffers: dropping a reference to one frees nothing."""
@@ -174,7 +174,8 @@ class ModuleState:
     def as_of(self, snapshot: Snapshot) -> Iterator[None]:
         """The block as it was; afterwards it is again as before."""
         flags = tuple([module.training for module in self._modules])
-        before = [(one._buffers, dict(one._buffers.items())) for one in self._modules if len(one._buffers)]
+        before = [(one._buffers, dict(one._buffers.items())) for one in self._modules]
+        known = {*snapshot.buffers, *((module, name) for _, _, name, module in snapshot.versions)}
         now = None
         if snapshot.reach is not None:
             now = Reach(reach_of(self._modules), apart=self._modules, copies=self._copies, beside=snapshot.reach)
@@ -186,6 +187,9 @@ class ModuleState:
             self._flag(snapshot.training)
             for parameter, was in turned:
                 parameter.requires_grad_(was)
+            for module in self._modules:
+                for name in [name for name in module._buffers if (module, name) not in known]:  # made since
+                    del module._buffers[name]
             for (module, name), buffer in snapshot.buffers.items():
                 module._buffers[name] = None if buffer is None else buffer.clone()
             for buffer, _, name, module in snapshot.versions:

@@ -78,15 +78,19 @@ class _Entry(NamedTuple):
 
 @final
 class Copies:
-    """Of the bytes of tensors, which calls share that find the same ones there, as long as one of them holds them."""
+    """Of the bytes of tensors, which calls share that find the same ones there, as long as one of them holds them; on a
+    device, which would have to be waited for, a copy for each."""
 
     def __init__(self) -> None:
         self._held: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
 
     def of(self, tensor: Tensor) -> Tensor:
         """Of the storage of a tensor, as it is now."""
-        now, held = bytes_over(tensor.untyped_storage()), self._held.get(address(tensor))
-        if held is None or held.shape != now.shape or held.device != now.device or not torch.equal(held, now):
+        now = bytes_over(tensor.untyped_storage())
+        if tensor.device.type != "cpu":
+            return now.clone()
+        held = self._held.get(address(tensor))
+        if held is None or held.shape != now.shape or not torch.equal(held, now):
             held = self._held[address(tensor)] = now.clone()
         return held
 
@@ -417,7 +421,8 @@ def _version_of(tensor: Tensor) -> int:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    return type(tensor) in PLAIN and tensor.layout is torch.strided and torch._C._has_storage(tensor)
+    strided = type(tensor) in PLAIN and tensor.layout is torch.strided
+    return strided and torch._C._has_storage(tensor) and not tensor.is_meta
 
 
 def _is_state(value: Any) -> bool:
