@@ -332,7 +332,7 @@ def test_buffers_that_come_and_go_are_found_as_they_were(made: Callable[[], nn.M
     assert mine == names
 
 
-def test_what_a_call_that_cannot_run_again_is_called_with_is_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_call_that_cannot_run_again_is_called_with_is_copied_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     copied, original = list[int](), saved._same_layout
 
     def counted(tensor: Tensor, copies: dict[int, torch.UntypedStorage]) -> Tensor:
@@ -348,7 +348,7 @@ def test_what_a_call_that_cannot_run_again_is_called_with_is_copied_once(monkeyp
             model[0].counts = step < 3  # type: ignore[assignment]
             model(torch.randn(4, WIDTH, requires_grad=True)).sum().backward()
             counts.append((len(copied), engine.calls[0].recomputes))
-    assert counts == [(1, 0), (0, 0), (0, 0), (0, 0), (1, 1), (0, 1)]  # of one that could, nothing was copied
+    assert counts == [(1, 0), (1, 0), (0, 0), (0, 0), (1, 1), (0, 1)]  # of the first that could, nothing was copied
 
 
 class Counting(nn.Module):

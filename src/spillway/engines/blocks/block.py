@@ -27,7 +27,7 @@ class Block:
         scripted: Whether a part of it is run by TorchScript, whose kernels depend on how often it has run.
         calls: How many calls there were since the model's forward began.
         judged: Calls that a backward has come back to: it is known whether their arguments are written to.
-        kept: Calls that could not run again the last time: what they are called with is not copied.
+        kept: How many times in a row calls could not run again. After two what they are called with is not copied.
         written: Pairs of a call and the number of a tensor among its arguments that is written to.
         gathers: Parts of it that `fully_shard` gathers by themselves. A second run adds collectives, so that the plan
             alone says whether there is one, and ranks agree on it.
@@ -45,7 +45,7 @@ class Block:
         self.scripted = any(isinstance(part, torch.jit.ScriptModule) for part in module.modules())
         self.calls = 0
         self.judged: set[int] = set()
-        self.kept: set[int] = set()
+        self.kept: dict[int, int] = {}
         self.written: set[tuple[int, int]] = set()
         self.overwritten: set[tuple[int, int]] = set()
         self.communicates: bool | None = None
@@ -54,7 +54,7 @@ class Block:
 
     def learn_from(self, other: Block) -> None:
         """Take over what calls have taught about the same module of another model."""
-        self.judged, self.kept, self.written = set(other.judged), set(other.kept), set(other.written)
+        self.judged, self.kept, self.written = set(other.judged), dict(other.kept), set(other.written)
         self.overwritten, self.communicates = set(other.overwritten), other.communicates
         self.state.learn_from(other.state)
 

@@ -262,7 +262,8 @@ class BlockCall:
         """All runs that this one is part of have ended, and its first saved tensor was asked for."""
         self.running_again = False
         """A second run is filling what was saved; what it has brought back is not given up before somebody took it."""
-        self._is_uncopied = self.action.recomputes and self.number in block.kept - block.judged
+        kept = block.kept.get(self.number, 0) > 1 and self.number not in block.judged
+        self._is_uncopied = self.action.recomputes and kept
         """It is expected not to run again, so that nothing is copied of which nobody knows whether it is written to."""
         self._found: list[FrozenTensor] = []
         """The tensors among the arguments."""
@@ -365,7 +366,7 @@ class BlockCall:
         self.report.kept_because = self.block.state.learn(self.snapshot) or self.report.kept_because
         if self._is_uncopied and not self.report.kept_because:
             self.report.kept_because = "it could not run again the last time, so that nothing was copied"
-            self.block.kept.discard(self.number)
+            del self.block.kept[self.number]
         last = len(self.saved) - 1
         settled = last - self._unsettled > _SETTLE and self._before_child <= last
         # What is written unseen after the last tensor was saved is to be written again.
@@ -381,6 +382,7 @@ class BlockCall:
             if self.report.kept_because:
                 self._forget_copies()
             else:
+                self.block.kept.pop(self.number, None)
                 self._give_up()
                 self._keep_for_later(selection, fixed)
         elif self.block.communicates or self._above_recomputes() or self.outer is not None:
@@ -403,8 +405,8 @@ class BlockCall:
     def _forget_copies(self) -> None:
         """Of what it was called with: nobody will call with them."""
         copied = [frozen for frozen in self.arguments() if frozen.copied]
-        if copied and self.number not in self.block.judged:
-            self.block.kept.add(self.number)  # the next one is not expected to run again either
+        if copied:
+            self.block.kept[self.number] = self.block.kept.get(self.number, 0) + 1
         for frozen in copied:
             frozen.let_go()
 
