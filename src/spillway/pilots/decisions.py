@@ -145,7 +145,7 @@ class DecisionPilot(AbstractPilot):
             self._given = len(sample.embedding) + 2 * len(sample.sizes) + len(sample.structure)
             features = self._given + ((1 + self._hidden + decisions) if self._hidden else 0)
             self.mlp = Mlp([features, self.width, self.width, max(decisions, 1)], seed=self._seed)
-            self._standardized, self.follower = False, Follower()
+            self._standardized = False
         grown = max(decisions, 1) - self.mlp.widths[-1]
         if grown > 0:
             self.mlp.widen(self.mlp.widths[0] + (grown if self._hidden else 0), max(decisions, 1))
@@ -162,7 +162,7 @@ class DecisionPilot(AbstractPilot):
         """Of what is resolved it is certain."""
         if self.mlp is None:
             return Foresight(np.full(self.program.decisions, 0.5, np.float32))
-        if not asked or self._begun is None or self._begun.sample.embedding is not sample.embedding:
+        if not asked or self._begun is None or self._begun.sample is not sample:
             self._begun = self._begin(sample)
         known = self._fill(self._row, self._begun, asked)
         logits = self.mlp.one(self._row) + self.bias
@@ -280,13 +280,11 @@ class DecisionPilot(AbstractPilot):
             self.foresee(sample)
         assert self._upfront is not None
         step, logits = self._upfront
-        self._upfront = None
-        if not self.program.decisions:
-            return step
         self._foreseen.append((logits, bits))
         self.surprise += SURPRISE * (float(nats(logits, bits).mean()) - self.surprise)
         self.bias += FOLLOWING * (bits - sigmoid(logits))
         self.follower.learn(bits)
+        self._upfront = None
         self._learned += 1
         if len(self._foreseen) >= REPLAYED and self._learned % CALIBRATED_AFTER == 0:
             self.calibrate()

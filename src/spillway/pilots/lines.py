@@ -121,8 +121,6 @@ class LinesAhead:
     def widen(self, inputs: int, decisions: int) -> None:
         """Take more decisions; with other inputs nothing is known of any."""
         known, width = self.weights.shape[1:]
-        if (known, width) == (decisions, inputs + 1):
-            return
         if width != inputs + 1:  # a network that had handed nothing to the host has now
             self.weights, known = np.zeros((AHEAD, 0, inputs + 1), np.float32), 0
             self._covariance = np.zeros((AHEAD, 0, inputs + 1, inputs + 1), np.float32)
@@ -179,8 +177,6 @@ class Follower:
     def widen(self, given: int, hidden: int, decisions: int) -> None:
         """Be ready for so many numbers of a sample, so many of a state, and so many decisions."""
         more = decisions - len(self.usual)
-        if not more and self.steps:
-            return
         inputs = min(given, WIDEST)
         self.first.widen(inputs, decisions)
         self.second.widen(inputs + 2 * decisions, decisions)
