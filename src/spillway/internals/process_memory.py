@@ -83,6 +83,7 @@ class ResidentSet:
         """Return what was freed to the system (glibc keeps tensors of up to a megabyte otherwise)."""
         if self._libc is not None:
             self._libc.malloc_trim(0)
+            _return_end_of_heap()
 
     def __del__(self) -> None:
         self.close()
@@ -160,6 +161,9 @@ _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _LARGEST_THRESHOLD: Bytes = 32 << 20
 """What glibc lets blocks grow to at most before each gets a mapping of its own (64-bit)."""
+_HELD: Final[Bytes] = (1 << 31) - 1
+_LOOKS_AT_END: Final[Bytes] = 128 << 10
+"""A freed block of so many bytes has glibc look at the end of the heap (64 KiB and more, FASTBIN_CONSOLIDATION)."""
 
 _holding = threading.RLock()
 renew_in_children(sys.modules[__name__], "_holding")
@@ -177,7 +181,7 @@ class HeldHeap:
     def __init__(self) -> None:
         with _holding:
             _holders.add(id(self))
-            _set_thresholds(trim=(1 << 31) - 1)
+            _set_thresholds(trim=_HELD)
 
     def release(self) -> None:
         """After the last one, what glibc comes to by itself when blocks of the largest size were freed. Called again,
@@ -197,6 +201,19 @@ def _set_thresholds(*, trim: Bytes) -> None:
     if _mallopt is not None and not any(name in os.environ for name in _ALLOCATOR_SETTINGS):
         _mallopt(_M_MMAP_THRESHOLD, _LARGEST_THRESHOLD)
         _mallopt(_M_TRIM_THRESHOLD, trim)
+
+
+def _return_end_of_heap() -> None:
+    """What `malloc_trim` leaves out: the free end of the calling thread's own heap, up to 64 MiB.
+
+    Threads beside the first one have heaps of their own, and so has the first one from the moment at which an
+    allocation of it has failed. The C library looks at the end of such a heap when a larger block is freed.
+    """
+    if _malloc is not None and _free is not None:
+        with _holding:
+            _set_thresholds(trim=0)
+            _free(_malloc(_LOOKS_AT_END))
+            _set_thresholds(trim=_HELD if _holders else 2 * _LARGEST_THRESHOLD)
 
 
 _ALLOCATOR_SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
@@ -243,6 +260,8 @@ def _of_linux(name: str, given: Sequence[Any], returned: Any = ctypes.c_int) -> 
 
 _madvise = _of_linux("madvise", (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int))
 _mallopt = _of_linux("mallopt", (ctypes.c_int, ctypes.c_int))
+_malloc = _of_linux("malloc", (ctypes.c_size_t,), ctypes.c_void_p)
+_free = _of_linux("free", (ctypes.c_void_p,), None)
 _sbrk = _of_linux("sbrk", (ctypes.c_ssize_t,), ctypes.c_size_t)
 
 
