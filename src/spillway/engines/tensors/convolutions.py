@@ -185,7 +185,7 @@ def _kernels(
     )  # fmt: skip
     kernels, lies = _NATIVE.get(chosen, _ONEDNN), torch.contiguous_format
     beside = torch.channels_last if each == 2 else torch.channels_last_3d
-    reads_beside = kernels is _ONEDNN or chosen == "Slow2d"
+    reads_beside = kernels is _ONEDNN or chosen in ("Slow2d", "SlowDilated2d")
     if reads_beside and each > 1 and any(_only(one, beside) for one in (x, weight)):
         kernels, lies = _BESIDE if kernels is _ONEDNN else kernels, beside
     return this, kernels, sum(int(one.nbytes) for one in given if not one.is_contiguous(memory_format=lies))
@@ -322,12 +322,16 @@ def _input(this: _Convolution) -> Bytes:
     block = _input_blocks(this)
     made = this.read(block or 1)
     if not block:
-        spread = prod(this.made[-2:]) // this.threads < 512 or prod(this.kernel) < 64
-        threads = this.threads if spread and (this.batch > 1 or this.groups > 2) else 1
-        own = made + threads * this.unfolded()
+        own = made + _spread(this) * this.unfolded()
     else:
         own = made + this.weights(block, block) + this.result(block)
     return max(own + _biased(this, made), made + this.read())
+
+
+def _spread(this: _Convolution) -> int:
+    """Threads that unfold an image each for the gradient of the input."""
+    spread = prod(this.made[-2:]) // this.threads < 512 or prod(this.kernel) < 64
+    return this.threads if spread and (this.batch > 1 or this.groups > 2) else 1
 
 
 def _biased(this: _Convolution, made: Bytes) -> Bytes:
@@ -365,15 +369,19 @@ def _input_blocks(this: _Convolution) -> int:
 def _weights(this: _Convolution) -> Bytes:
     block, flat = _weights_blocks(this)
     if not block:
-        spread = prod(this.made[-2:]) // this.threads < 256 and (this.batch > 1 or this.groups > 2)
-        # Of what threads add up oneDNN takes four bytes for every byte.
-        own = this.weights() + (this.threads if spread else 1) * (4 * this.weights() + this.unfolded())
-        return max(own, 2 * this.weights()) + 2 * this.bias()
+        return _unfolding_weights(this)
     made = this.weights(block, 1 if flat else block)
     own = made + this.result(block) + (0 if flat else this.read(block)) + _reduced(this, block)
     apart = _parts(this, block)
     own += (apart - 1) * made + (_ADDING if apart > 1 else 0)
     return max(own + this.bias(block), made + this.weights() + 2 * this.bias(block))
+
+
+def _unfolding_weights(this: _Convolution) -> Bytes:
+    spread = prod(this.made[-2:]) // this.threads < 256 and (this.batch > 1 or this.groups > 2)
+    # Of what threads add up oneDNN takes four bytes for every byte.
+    own = this.weights() + (this.threads if spread else 1) * (4 * this.weights() + this.unfolded())
+    return max(own, 2 * this.weights()) + 2 * this.bias()
 
 
 def _parts(this: _Convolution, block: int) -> int:
@@ -417,7 +425,7 @@ def _weights_by_channel(this: _Convolution) -> bool:
     return narrow and not this.dilated and all(max(low, high) <= k // 2 and i >= k for k, low, high, i in each)
 
 
-def _weights_in_wide_blocks(this: _Convolution) -> bool:
+def _weights_in_wide_blocks(this: _Convolution, *, beside: bool = False) -> bool:
     apart = [reach > kernel for reach, kernel in zip(this.reach, this.kernel, strict=True)]
     high = zip(apart[:-1], this.stride[:-1], this.reach[:-1], this.image[:-1], strict=True)
     mixed = any(one and (stride > 1 or reach > image) for one, stride, reach, image in high)
@@ -426,17 +434,73 @@ def _weights_in_wide_blocks(this: _Convolution) -> bool:
         return False
     if any(p and k >= i + p for p, k, i in zip(this.before[:-2], this.kernel, this.image, strict=False)):
         return False
+    if beside:
+        return _wide() > _NARROW or not this.dilated
     if this.groups > 1:
         return this.inner % 16 == this.outer % 16 == 0
     return this.inner >= 16 or this.inner <= 3
 
 
 _ONEDNN: Final[_Kernels] = (_forward, _input, _weights)
-_BESIDE: Final[_Kernels] = (
-    lambda this: this.result() + this.weights() + this.threads * _SCRATCH[1],
-    lambda this: (
-        this.read() + this.weights(1, _wide()) + (_around_strides(this) if this.strided else this.threads * _SCRATCH[1])
-    ),
-    lambda this: 3 * this.weights(),
-)
+
+
+def _beside(this: _Convolution) -> Bytes:
+    made, narrow = this.result(), _wide() == _NARROW
+    if this.depthwise:
+        return made + (_group_after_group(this) if narrow and this.dilated else this.weights(_wide()))
+    alone = this.groups == 1 or (this.inner % 32 == 0 and this.outer % 32 == 0)
+    if not alone and not narrow:
+        return made + _filled(this)
+    block = _wide() if this.outer <= _wide() else 2 * _wide()
+    return made + this.weights(block) + this.threads * _SCRATCH[1]
+
+
+def _input_beside(this: _Convolution) -> Bytes:
+    made, narrow, small = this.read(), _wide() == _NARROW, this.groups > 1 and this.outer <= _wide()
+    if this.strided and not this.dilated and not small:
+        return made + this.weights(1, _wide()) + _around_strides(this)
+    mixed = zip(this.stride, this.reach, this.kernel, strict=True)
+    unfolds = this.outside or any(stride > 1 and reach > kernel for stride, reach, kernel in mixed)
+    odd = this.inner % _NARROW or this.outer % _NARROW
+    if unfolds or (narrow and this.strided and odd and not this.depthwise):
+        return made + _group_after_group(this)
+    if this.depthwise:
+        return made + (_filled(this) if this.dilated else this.weights(_wide()))
+    if small and (this.strided or not narrow):
+        return made + _filled(this)
+    return made + this.weights(1, _wide()) + this.threads * _SCRATCH[1]
+
+
+def _weights_beside(this: _Convolution) -> Bytes:
+    """Made in blocks, and put in order twice."""
+    if this.points and not this.strided:
+        return (1 if this.threads == 1 else 3) * this.weights() + this.bias()
+    by_channel = this.depthwise and _weights_by_channel(this)
+    if not by_channel and not _weights_in_wide_blocks(this, beside=True):
+        return _unfolding_weights(this) + _spread(this) * _gathered(this)
+    flat = this.groups == 1 and this.inner < _wide()
+    made = this.weights(_wide()) if by_channel or flat else _filled(this, narrow=False)
+    apart = _parts(this, _wide())
+    return apart * made + (_ADDING if apart > 1 else 0) + 2 * this.weights() + 2 * this.bias(_wide())
+
+
+def _filled(this: _Convolution, *, narrow: bool = True) -> Bytes:
+    """Weights in blocks, which the channels of each group are filled up to where they are not just 4 or 8, and kernels
+    for so narrow ones are made."""
+    block = this.inner if narrow and this.inner == this.outer and this.inner in (4, 8) else _wide()
+    return this.groups * _up(this.outer, block) * _up(this.inner, block) * prod(this.kernel) * this.itemsize
+
+
+def _group_after_group(this: _Convolution) -> Bytes:
+    """Unfolded, with weights in another order."""
+    each = this.unfolded() + (_gathered(this) if this.groups > 1 else 0)
+    return this.weights() + _spread(this) * each
+
+
+def _gathered(this: _Convolution) -> Bytes:
+    """The channels of one group of one image, without those that lie between them."""
+    return this.inner * prod(this.image) * this.itemsize
+
+
+_BESIDE: Final[_Kernels] = (_beside, _input_beside, _weights_beside)
 """Where channels lie beside each other, which they read as they are."""
