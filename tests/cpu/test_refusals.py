@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import spillway
 from spillway.engines.tensors.optimizers import NUMBERS
@@ -531,3 +532,49 @@ def test_small_buffers_that_a_step_replaces_are_added_to_what_it_took() -> None:
     assert refusal is not None
     assert refusal.smallest_budget >= refusal.needed + 4 * 16
     assert trained(refusal.smallest_budget) is None
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.line, self.drop = nn.Linear(32, 32), nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(nn.functional.gelu(self.line(x)))
+
+
+class Frugal(nn.Module):
+    """Checkpoints itself, each time with a state of the random stream that is larger than what it spares."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(12))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return x
+
+
+@pytest.mark.parametrize("method", ["checkpoint", "mimose"])
+def test_states_of_the_random_stream_that_a_model_holds_by_itself_are_counted(method: str) -> None:
+    def trained(budget: Bytes) -> BudgetInfeasible | None:
+        torch.manual_seed(0)
+        model, x = Frugal(), torch.randn(64, 32)
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        with spillway.manage(model, optimizer, budget=budget, method=method) as memory:
+            try:
+                for _ in range(3):
+                    with memory.step(x):
+                        model(x).square().mean().backward()
+                        optimizer.step()
+                        optimizer.zero_grad()
+            except BudgetInfeasible as refusal:
+                return refusal
+        return None
+
+    plainly = torch.get_rng_state
+    refusal = trained(150_000)
+    assert refusal is not None
+    assert trained(refusal.smallest_budget) is None
+    assert torch.get_rng_state is plainly

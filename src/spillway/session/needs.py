@@ -3,8 +3,10 @@ recomputed, and the step of an optimizer."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias, cast, final
 
@@ -130,7 +132,7 @@ def _peak(
                     engine.learn_from(call.engine)
                 engine.hear_streams(tally.hold)
                 args, kwargs = rebuilt(call.called, _empty)
-                with tally:
+                with tally, _random_states(tally.hold):
                     goes_on([heard(twin, *args, **kwargs)])
         return tally.peak
     except BaseException as error:  # whatever the model does with tensors that have no content
@@ -139,6 +141,29 @@ def _peak(
         return None
     finally:
         FakeTensorMode.cache_clear()  # every size has entries of its own
+
+
+@contextlib.contextmanager
+def _random_states(held: Callable[[list[Any]], None]) -> Iterator[None]:
+    """Tell of the states of the random stream that are asked for, 5 KB each, which no op makes: a model that
+    checkpoints itself holds one for each checkpoint."""
+    thread, plainly = threading.get_ident(), torch.get_rng_state
+
+    def get_rng_state() -> torch.Tensor:
+        state = plainly()
+        if telling and threading.get_ident() == thread:
+            held([state])
+        return state
+
+    telling = True
+    functions = cast(Any, torch)
+    functions.get_rng_state = get_rng_state
+    try:
+        yield
+    finally:
+        telling = False  # of two threads that end in the order in which they began one leaves its function behind
+        if torch.get_rng_state is get_rng_state:
+            functions.get_rng_state = plainly
 
 
 class _Fake(FakeTensorMode):  # type: ignore[no-untyped-call]
