@@ -125,6 +125,8 @@ class LinesAhead:
             self.weights, known = np.zeros((AHEAD, 0, inputs + 1), np.float32), 0
             self._covariance = np.zeros((AHEAD, 0, inputs + 1, inputs + 1), np.float32)
         more = decisions - known
+        if not more:
+            return
         self.weights = np.concatenate([self.weights, np.zeros((AHEAD, more, inputs + 1), np.float32)], axis=1)
         fresh = np.tile(np.eye(inputs + 1, dtype=np.float32) * UNSURE, (AHEAD, more, 1, 1))
         self._covariance = np.concatenate([self._covariance, fresh], axis=1)
