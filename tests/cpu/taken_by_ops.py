@@ -20,6 +20,7 @@ channels lie beside each other, of which kernels choose their blocks by what is 
 
 CONVOLUTIONS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "3x3": (lambda: nn.Conv2d(32, 32, 3, padding=1), (16, 32, 32, 32)),
+    "without bias": (lambda: nn.Conv2d(32, 32, 3, padding=1, bias=False), (16, 32, 32, 32)),
     "strided": (lambda: nn.Conv2d(64, 128, 3, 2, 1), (8, 64, 16, 16)),
     "1x1": (lambda: nn.Conv2d(64, 256, 1), (8, 64, 16, 16)),
     "1x1 strided": (lambda: nn.Conv2d(32, 96, 1, 2), (8, 32, 28, 28)),

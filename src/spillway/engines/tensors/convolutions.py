@@ -153,7 +153,7 @@ def within_convolution_backward(args: Sequence[Any], out: Sequence[torch.Tensor 
     gradient, x, weight, biases, *how, wanted = args
     if x.device.type != "cpu" or not x.numel():
         return 0
-    bias = gradient.new_empty(biases) if biases else None
+    bias = gradient.new_empty(biases) if biases and biases[0] else None  # [0] where there is none
     this, kernels, copied = _kernels((x, weight, gradient), bias, gradient, how)
     first = kernels[not how[3]](this) if wanted[0] else 0
     second = kernels[2](this) + (int(x.nbytes) if wanted[0] else 0) if wanted[1] else 0
