@@ -61,7 +61,7 @@ from spillway.session.abstract_session import AbstractStep, Session, header
 from spillway.session.before import Before
 from spillway.session.input_sizes import NO_COLUMNS, Columns, Shape, SizeReader
 from spillway.session.inputs import gradient_of, leaves, modules_of, parameters_of, signature_of, storages
-from spillway.session.needs import Call, Kept, Needs, kept_by, least, recomputing
+from spillway.session.needs import Call, Kept, Needs, Rise, kept_by, least, recomputing
 from spillway.session.options import BlockOptions, SpillOptions
 from spillway.session.paging import UNINTERRUPTED, Paging
 from spillway.session.ranks import Agreement
@@ -777,7 +777,7 @@ class _Step(AbstractStep):
         later, begun = self._watch is not None and len(self._watch.passes) > 1, self._begun
         if session._method.needs_blocks or (session._engine is not None and self._compiled):
             rise = self.recomputing(call) if not later else None
-            if later or max(level + (rise or 0), self._start + self.update) <= allowed:
+            if later or max(level + max(rise or (0,)), self._start + self.update) <= allowed:
                 return False  # or nobody can tell, and the next one like it is
         elif family.allows(at := self._dimensions, allowed - level) or family.holds(at, begun, allowed - self._start):
             return False
@@ -841,12 +841,14 @@ class _Step(AbstractStep):
             return None  # a sharded model has no copy without content
         return least(call, environment_of(self._session._model, self._session._generators), enough)
 
-    def recomputing(self, call: Call, *, loss: bool = True) -> Bytes | None:
-        """And the state that the optimizers add, with which the next step begins."""
+    def recomputing(self, call: Call, *, loss: bool = True) -> Rise | None:
         if self._session._takes_shards:
             return None
         rise = recomputing(call, environment_of(self._session._model, self._session._generators), loss=loss)
-        return None if rise is None else rise + rise // SAMPLES + self.state
+        if rise is None:
+            return None
+        now, later = (one + one // SAMPLES for one in rise)
+        return Rise(now, later + self.state)
 
     @property
     def hears_all(self) -> bool:

@@ -90,55 +90,66 @@ def kept_by(optimizer: torch.optim.Optimizer) -> Kept:
     return id(optimizer), len(optimizer.state), sum(len(group["params"]) for group in optimizer.param_groups)
 
 
-def recomputing(call: Call, environment: Environment, *, loss: bool = True) -> Bytes | None:
-    """Of a forward and backward in which every block is recomputed, the most bytes above what is there when it begins,
-    with a loss that needs what the usual ones do, or one that needs nothing, and for an engine that has learnt nothing
-    yet. None where the model does not run on tensors without content."""
-    return _peak(call, environment, _go_back if loss else _descend, trains=True, taught=False)
+class Rise(NamedTuple):
+    """The most bytes above what is there when a forward begins, until its backward has ended."""
+
+    now: Bytes
+    """With an engine that has learned nothing of the model yet: it takes samples of more."""
+    later: Bytes
+    """Of the next one like it, above what is there when this one begins."""
+
+
+def recomputing(call: Call, environment: Environment, *, loss: bool = True) -> Rise | None:
+    """Of a forward and backward in which every block is recomputed, with a loss that needs what the usual ones do, or
+    one that needs nothing. None where the model does not run on tensors without content."""
+    peaks = _peaks(call, environment, _go_back if loss else _descend, taught=False, times=2)
+    return Rise(*peaks) if peaks else None
 
 
 def least(call: Call, environment: Environment, enough: Bytes = 0) -> Bytes | None:
     """The same for the engine as it is, with a loss that needs nothing, or of a forward alone if it runs without
     gradients: less cannot do. If that is no more than what is enough, nobody looks for less."""
     if not torch.is_grad_enabled():
-        return _peak(call, environment, lambda out: None, trains=False, taught=True)
+        return next(iter(_peaks(call, environment, lambda out: None, trains=False)), None)
     held = sum(call.gradients.values())
-    peak = _peak(call, environment, _descend, trains=True, taught=True)
+    peak = next(iter(_peaks(call, environment, _descend)), None)
     if peak is None or not held or peak <= enough:
         return peak
     # They may be given up between forward and backward.
-    fresh = _peak(call._replace(gradients={}), environment, _descend, trains=True, taught=True)
+    fresh = next(iter(_peaks(call._replace(gradients={}), environment, _descend)), None)
     return None if fresh is None else min(peak, fresh - held)
 
 
 @unseen()
-def _peak(
-    call: Call, environment: Environment, goes_on: Callable[[list[Any]], None], *, trains: bool, taught: bool
-) -> Bytes | None:
+def _peaks(
+    call: Call,
+    environment: Environment,
+    goes_on: Callable[[list[Any]], None],
+    *,
+    trains: bool = True,
+    taught: bool = True,
+    times: int = 1,
+) -> list[Bytes]:
+    """Of so many forwards, one after the other; none where that cannot be told."""
     model = call.engine.model
     if any(isinstance(part, torch.jit.ScriptModule) for part in model.modules()):
-        return None  # copies share their parameters, and kernels depend on how often they have run
+        return []  # copies share their parameters, and kernels depend on how often they have run
     reach = Reach(reach_of((model,), *call.called))
     if reach.too_much:
-        return None
+        return []
     around = environment(environment.capture())
     fake: Any = _Fake(allow_non_fake_inputs=True)
     try:
         with quiet(), reach.substituted(), untouched(model), around, grad_mode(enabled=trains):
-            twin = _twin(call, fake)
-            tally = Tally(least=taught)
+            twin = without_content(model, fake)
             with fake, BlockEngine(twin, call.engine.blocks, actions=lambda block, call: Action.RECOMPUTE) as engine:
                 if taught:
                     engine.learn_from(call.engine)
-                engine.hear_streams(tally.hold)
-                args, kwargs = rebuilt(call.called, _empty)
-                with tally, _random_states(tally.hold):
-                    goes_on([heard(twin, *args, **kwargs)])
-        return tally.peak
+                return [_run(twin, call, engine, goes_on, Tally(least=taught)) for _ in range(times)]
     except BaseException as error:  # whatever the model does with tensors that have no content
         if by_signal(error) or not (isinstance(error, Exception) or is_the_models(error)):
             raise
-        return None
+        return []
     finally:
         FakeTensorMode.cache_clear()  # every size has entries of its own
 
@@ -174,12 +185,17 @@ class _Fake(FakeTensorMode):  # type: ignore[no-untyped-call]
         return super().dispatch(func, types, args, kwargs)
 
 
-def _twin(call: Call, fake: FakeTensorMode) -> torch.nn.Module:
-    twin = without_content(call.engine.model, fake)
-    with fake:
-        for name, parameter in twin.named_parameters():
-            parameter.grad = torch.empty_like(parameter) if name in call.gradients else None
-    return twin
+def _run(
+    twin: torch.nn.Module, call: Call, engine: BlockEngine, goes_on: Callable[[list[Any]], None], tally: Tally
+) -> Bytes:
+    """The peak of a forward, and of how it goes on."""
+    for name, parameter in twin.named_parameters():
+        parameter.grad = torch.empty_like(parameter) if name in call.gradients else None
+    engine.hear_streams(tally.hold)
+    args, kwargs = rebuilt(call.called, _empty)
+    with tally, _random_states(tally.hold):
+        goes_on([heard(twin, *args, **kwargs)])
+    return tally.peak
 
 
 def _go_back(out: list[Any]) -> None:

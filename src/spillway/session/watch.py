@@ -51,7 +51,7 @@ from spillway.methods.actions import Action
 from spillway.methods.by_block import BlockSample, Decision, Forecast, InputSize, StepSample
 from spillway.methods.mimose.peaks import orders
 from spillway.session.inputs import gradient_of, modules_of, parameters_of
-from spillway.session.needs import Call
+from spillway.session.needs import Call, Rise
 from spillway.units import Bytes, MiB, Seconds
 
 COARSE: Final[Bytes] = 1 * MiB
@@ -198,9 +198,9 @@ class Foresight(Protocol):
     def update(self) -> Bytes:
         """What their update needs above what is there when a step begins: gradients, state and temporaries."""
 
-    def recomputing(self, call: Call, *, loss: bool = True) -> Bytes | None:
-        """What it and its backward need, if every block is recomputed, and the optimizers' state with it; None where
-        that cannot be told. The loss needs what the usual ones do, or nothing."""
+    def recomputing(self, call: Call, *, loss: bool = True) -> Rise | None:
+        """What it and its backward need, if every block is recomputed, and the next one like it beside the state that
+        optimizers have by then; None where that cannot be told. The loss needs what the usual ones do, or nothing."""
 
     @property
     def hears_all(self) -> bool:
@@ -347,11 +347,10 @@ class StepWatch:
             return
         smallest = level + least
         if torch.is_grad_enabled():
-            rise = self._foresight.recomputing(call)
-            smallest += self._foresight.state
-            if rise is None or 10 * (level + rise) > 11 * smallest:
+            rise, state = self._foresight.recomputing(call), self._foresight.state
+            if rise is None or 10 * (level + rise.now + state) > 11 * (smallest + state):
                 return  # it depends on the loss what is enough: that is measured, and named before anything is updated
-            smallest = max(smallest, level + rise)
+            smallest = max(smallest, level + max(rise))
         if not self._foresight.page_from_here():
             self._refuse(level + least, self._engine.begun, smallest, exact=self._foresight.hears_all)
 
@@ -536,7 +535,8 @@ class StepWatch:
         """What another forward like the latest needs above what is there now, if every block is recomputed."""
         if self._begins_with is None:
             return None
-        return self._foresight.recomputing(self._foresight.call(self._begins_with[1].called))
+        rise = self._foresight.recomputing(self._foresight.call(self._begins_with[1].called))
+        return None if rise is None else max(rise)
 
     def optimizer_ended(self) -> None:
         """What an optimizer needed for itself ends here."""
@@ -642,13 +642,13 @@ class StepWatch:
         if taken > self._budget.allowed:
             level, call = self._begins_with or (0, None)
             rise = self._foresight.recomputing(call) if call is not None else None
-            told = level - self._died + rise if rise is not None else 0
+            told = level - self._died + max(rise) if rise is not None else 0
             if rise is not None and call is not None and _in_backward() and self._trace is not None:
                 windows = self._trace.so_far() if self._told() is not None else []
                 rise = self._foresight.recomputing(call, loss=False)
                 if windows and rise is not None:  # what the loss needs has been seen by now
                     seen = self._start + max(window.peak for window in windows) + self._foresight.state
-                    told = min(told, max(seen, level - self._died + rise))
+                    told = min(told, max(seen, level - self._died + max(rise)))
             if told < taken:  # that has been told wrong, or cannot be told
                 self._refuse(taken, number, self._reckoned(taken), exact=False)
             self._refuse(taken, number, told, exact=self._foresight.hears_all)
