@@ -12,7 +12,7 @@ from torch import Tensor
 
 from spillway.engines.blocks import fingerprints
 from spillway.engines.blocks.block_engine import BlockEngine
-from spillway.engines.blocks.fingerprints import COLUMNS, ROWS, fingerprint
+from spillway.engines.blocks.fingerprints import COLUMNS, ROWS, fingerprint, print_bytes
 from spillway.errors import RecomputeError
 from spillway.methods.actions import Action
 from tests.cpu.block_cases import Chain, Functional, Residual
@@ -189,3 +189,8 @@ def test_what_an_op_leaves_unwritten_is_no_other_value() -> None:
         with BlockEngine(model, ["blocks.0"], actions=lambda block, call: Action.RECOMPUTE):
             model(torch.randn(40, 32)).sum().backward()
             torch.randn(4, 11, 99)  # other bytes where the next one lies
+
+
+@pytest.mark.parametrize("nbytes", [0, 4, 8, 1012, 2032, 4064, 100_000, 8 * COLUMNS * ROWS, 24 * COLUMNS * ROWS + 777])
+def test_what_a_fingerprint_takes_is_known_beforehand(nbytes: int) -> None:
+    assert print_bytes(nbytes) == fingerprint(torch.empty(nbytes, dtype=torch.uint8), {}).nbytes

@@ -578,3 +578,82 @@ def test_states_of_the_random_stream_that_a_model_holds_by_itself_are_counted(me
     assert refusal is not None
     assert trained(refusal.smallest_budget) is None
     assert torch.get_rng_state is plainly
+
+
+class Residual(nn.Module):
+    """As ResNets have it: convolutions without a bias, and buffers that each step changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Conv2d(32, 32, 3, padding=1, bias=False) for _ in range(2))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(32) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = torch.relu(self.norms[0](self.first(x)))
+        out: Tensor = torch.relu(x + self.norms[1](self.second(inner)))
+        return out
+
+
+def residual(budget: Bytes, width: torch.dtype) -> BudgetInfeasible | Bytes:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Conv2d(3, 32, 1), *(Residual() for _ in range(4))), torch.randn(8, 3, 16, 16)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with spillway.manage(model, optimizer, budget=budget, method="checkpoint") as memory:
+        try:
+            for _ in range(3):
+                with memory.step(x):
+                    with torch.autocast("cpu", width, enabled=width.itemsize < 4):
+                        loss = model(x).square().mean()
+                    loss.backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+        except BudgetInfeasible as refusal:
+            return refusal
+        return max(report.peak_bytes for report in memory.history)
+
+
+def test_of_a_network_of_convolutions_without_biases_it_is_told_what_steps_need() -> None:
+    """It was reckoned by the first blocks, which are the largest: six times as much in a ResNet."""
+    refusal = residual(200_000, torch.float32)
+    assert isinstance(refusal, BudgetInfeasible)
+    assert refusal.exact
+    peak = residual(refusal.smallest_budget, torch.float32)
+    assert isinstance(peak, int)
+    assert refusal.smallest_budget <= block_refusal_cases.TOO_MUCH * peak
+
+
+def test_where_kernels_of_short_numbers_are_not_known_a_refusal_is_a_bound_from_below() -> None:
+    refusal = residual(200_000, torch.bfloat16)
+    assert isinstance(refusal, BudgetInfeasible)
+    assert not refusal.exact
+    again = residual(refusal.smallest_budget, torch.bfloat16)
+    if isinstance(again, BudgetInfeasible):
+        assert again.exact
+        assert isinstance(residual(again.smallest_budget, torch.bfloat16), int)
+
+
+def test_the_first_step_takes_more_samples_and_a_later_one_has_state_beside_it() -> None:
+    """Both are never there at once: their sum was named."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.ResNetConfig(embedding_size=8, hidden_sizes=[32, 64], depths=[1, 1], num_labels=5)
+
+    def trained(budget: Bytes) -> BudgetInfeasible | Bytes:
+        torch.manual_seed(0)
+        model, x, labels = transformers.ResNetForImageClassification(config), torch.randn(4, 3, 32, 32), torch.arange(4)
+        optimizer = torch.optim.AdamW(model.parameters())
+        with spillway.manage(model, optimizer, budget=budget, method="checkpoint") as memory:
+            try:
+                for _ in range(3):
+                    with memory.step(x):
+                        model(x, labels=labels).loss.backward()
+                        optimizer.step()
+                        optimizer.zero_grad()
+            except BudgetInfeasible as refusal:
+                return refusal
+            return max(report.peak_bytes for report in memory.history)
+
+    refusal = trained(100_000)
+    assert isinstance(refusal, BudgetInfeasible)
+    peak = trained(refusal.smallest_budget)
+    assert isinstance(peak, int)
+    assert refusal.smallest_budget <= 1.03 * peak

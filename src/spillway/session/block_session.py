@@ -777,7 +777,7 @@ class _Step(AbstractStep):
         later, begun = self._watch is not None and len(self._watch.passes) > 1, self._begun
         if session._method.needs_blocks or (session._engine is not None and self._compiled):
             rise = self.recomputing(call) if not later else None
-            if later or max(level + max(rise or (0,)), self._start + self.update) <= allowed:
+            if later or max(level + (rise.most if rise else 0), self._start + self.update) <= allowed:
                 return False  # or nobody can tell, and the next one like it is
         elif family.allows(at := self._dimensions, allowed - level) or family.holds(at, begun, allowed - self._start):
             return False
@@ -847,8 +847,10 @@ class _Step(AbstractStep):
         rise = recomputing(call, environment_of(self._session._model, self._session._generators), loss=loss)
         if rise is None:
             return None
-        now, later = (one + one // SAMPLES for one in rise)
-        return Rise(now, later + self.state)
+        assert self._session._engine is not None
+        now, later = (one + one // SAMPLES for one in rise[:2])
+        now += self._session._engine.print_bytes
+        return Rise(now, later + self.state, rise.sure and not others_hear(self._session._model))
 
     @property
     def hears_all(self) -> bool:
@@ -1043,7 +1045,7 @@ class _Step(AbstractStep):
         if refusal.op == "the step" and not self._optimized and left > self._start and watch is not None:
             rise = watch.recomputing_again()
             if rise is not None:
-                smallest, exact = max(smallest, left + rise), self.hears_all
+                smallest, exact = max(smallest, left + rise.most), rise.sure
         smallest += session._under_way + self._unheard
         if (smallest, exact) == (refusal.smallest_budget, refusal.exact):
             return refusal

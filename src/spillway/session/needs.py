@@ -97,27 +97,38 @@ class Rise(NamedTuple):
     """With an engine that has learned nothing of the model yet: it takes samples of more."""
     later: Bytes
     """Of the next one like it, above what is there when this one begins."""
+    sure: bool
+    """Whether that is all: kernels may take more of which it is not known what they take."""
+
+    @property
+    def most(self) -> Bytes:
+        """That is enough for both."""
+        return max(self.now, self.later)
 
 
 def recomputing(call: Call, environment: Environment, *, loss: bool = True) -> Rise | None:
     """Of a forward and backward in which every block is recomputed, with a loss that needs what the usual ones do, or
     one that needs nothing. None where the model does not run on tensors without content."""
     peaks = _peaks(call, environment, _go_back if loss else _descend, taught=False, times=2)
-    return Rise(*peaks) if peaks else None
+    return Rise(peaks[0].peak, peaks[1].peak, peaks[0].sure) if peaks else None
 
 
 def least(call: Call, environment: Environment, enough: Bytes = 0) -> Bytes | None:
     """The same for the engine as it is, with a loss that needs nothing, or of a forward alone if it runs without
     gradients: less cannot do. If that is no more than what is enough, nobody looks for less."""
     if not torch.is_grad_enabled():
-        return next(iter(_peaks(call, environment, lambda out: None, trains=False)), None)
+        return _only(_peaks(call, environment, lambda out: None, trains=False))
     held = sum(call.gradients.values())
-    peak = next(iter(_peaks(call, environment, _descend)), None)
+    peak = _only(_peaks(call, environment, _descend))
     if peak is None or not held or peak <= enough:
         return peak
     # They may be given up between forward and backward.
-    fresh = next(iter(_peaks(call._replace(gradients={}), environment, _descend)), None)
+    fresh = _only(_peaks(call._replace(gradients={}), environment, _descend))
     return None if fresh is None else min(peak, fresh - held)
+
+
+def _only(tallies: Sequence[Tally]) -> Bytes | None:
+    return tallies[0].peak if tallies else None
 
 
 @unseen()
@@ -129,7 +140,7 @@ def _peaks(
     trains: bool = True,
     taught: bool = True,
     times: int = 1,
-) -> list[Bytes]:
+) -> list[Tally]:
     """Of so many forwards, one after the other; none where that cannot be told."""
     model = call.engine.model
     if any(isinstance(part, torch.jit.ScriptModule) for part in model.modules()):
@@ -187,15 +198,15 @@ class _Fake(FakeTensorMode):  # type: ignore[no-untyped-call]
 
 def _run(
     twin: torch.nn.Module, call: Call, engine: BlockEngine, goes_on: Callable[[list[Any]], None], tally: Tally
-) -> Bytes:
-    """The peak of a forward, and of how it goes on."""
+) -> Tally:
+    """A forward, and how it goes on."""
     for name, parameter in twin.named_parameters():
         parameter.grad = torch.empty_like(parameter) if name in call.gradients else None
     engine.hear_streams(tally.hold)
     args, kwargs = rebuilt(call.called, _empty)
     with tally, _random_states(tally.hold):
         goes_on([heard(twin, *args, **kwargs)])
-    return tally.peak
+    return tally
 
 
 def _go_back(out: list[Any]) -> None:

@@ -76,6 +76,8 @@ GROWS: Final = 4
 """A backward that makes a graph of itself may take so many times what the forward has left, and go back through it."""
 
 
+FURTHER: Final = 3
+"""Of a step of which nothing is told it is reckoned that the rest takes at most so many times what it has taken."""
 HOLDING: Final = (Action.KEEP, Action.SELECTIVE)
 """What can be revoked to make room."""
 RETURNING: Final = (Action.OFFLOAD, Action.SELECTIVE_OFFLOADED, Action.COMPRESS_OFFLOADED)
@@ -345,14 +347,14 @@ class StepWatch:
         least = self._foresight.least(call, level)
         if least is None or level + least - least // ERRS <= self._budget.allowed:
             return
-        smallest = level + least
+        smallest, exact = level + least, self._foresight.hears_all
         if torch.is_grad_enabled():
             rise, state = self._foresight.recomputing(call), self._foresight.state
             if rise is None or 10 * (level + rise.now + state) > 11 * (smallest + state):
                 return  # it depends on the loss what is enough: that is measured, and named before anything is updated
-            smallest = max(smallest, level + max(rise))
+            smallest, exact = max(smallest, level + rise.most), rise.sure
         if not self._foresight.page_from_here():
-            self._refuse(level + least, self._engine.begun, smallest, exact=self._foresight.hears_all)
+            self._refuse(level + least, self._engine.begun, smallest, exact=exact)
 
     def _action_of(self, block: str, call: int) -> Action:
         return self.passes[-1].decision.plan.action(self._engine.begun) if self.passes else Action.KEEP
@@ -529,14 +531,16 @@ class StepWatch:
         if peak <= self._budget.allowed and self._foresight.page_from_here():
             return
         if most > self._budget.allowed:
+            enough = self._enough(peak) if windows and not needs.held else None
+            if enough is not None:
+                smallest = min(smallest, max(most, enough, needs.step(0, level)[1]))
             self._refuse(most, self._engine.begun, smallest, exact=bool(windows))
 
-    def recomputing_again(self) -> Bytes | None:
+    def recomputing_again(self) -> Rise | None:
         """What another forward like the latest needs above what is there now, if every block is recomputed."""
         if self._begins_with is None:
             return None
-        rise = self._foresight.recomputing(self._foresight.call(self._begins_with[1].called))
-        return None if rise is None else max(rise)
+        return self._foresight.recomputing(self._foresight.call(self._begins_with[1].called))
 
     def optimizer_ended(self) -> None:
         """What an optimizer needed for itself ends here."""
@@ -642,26 +646,34 @@ class StepWatch:
         if taken > self._budget.allowed:
             level, call = self._begins_with or (0, None)
             rise = self._foresight.recomputing(call) if call is not None else None
-            told = level - self._died + max(rise) if rise is not None else 0
-            if rise is not None and call is not None and _in_backward() and self._trace is not None:
+            told = level - self._died + rise.most if rise is not None else 0
+            if rise is not None and _in_backward() and self._trace is not None:
                 windows = self._trace.so_far() if self._told() is not None else []
-                rise = self._foresight.recomputing(call, loss=False)
-                if windows and rise is not None:  # what the loss needs has been seen by now
-                    seen = self._start + max(window.peak for window in windows) + self._foresight.state
-                    told = min(told, max(seen, level - self._died + max(rise)))
-            if told < taken:  # that has been told wrong, or cannot be told
+                if windows:  # what the loss needs has been seen by now
+                    told = min(told, self._enough(self._start + max(window.peak for window in windows)) or told)
+            if rise is None or told < taken:  # that has been told wrong, or cannot be told
                 self._refuse(taken, number, self._reckoned(taken), exact=False)
-            self._refuse(taken, number, told, exact=self._foresight.hears_all)
+            self._refuse(taken, number, told, exact=rise.sure)
+
+    def _enough(self, seen: Bytes) -> Bytes | None:
+        """For a step that took so much until now, loss included, and for the next one like it, which begins with more
+        state; None where that cannot be told."""
+        if self._begins_with is None:
+            return None
+        level, rise = self._begins_with[0] - self._died, self._foresight.recomputing(self._begins_with[1], loss=False)
+        return None if rise is None else max(seen, level + rise.later + max(seen - level - rise.now, 0))
 
     def _reckoned(self, taken: Bytes) -> Bytes:
         """What a step takes of which nothing is told: blocks that have not run yet as much as those that have, on
-        average, and the first that goes backward as much again as the largest saved."""
+        average, all of them `FURTHER` times as much at most, as the first may be the largest by far; and the first that
+        goes backward as much again as the largest saved."""
         ended = len(self.passes[-1].ended) if self.passes else 0
         if not ended:
             return taken
-        each = max(taken - self.passes[-1].resident, 0) // ended
-        first = 0 if _in_backward() else max(self.largest, each)
-        return taken + max(len(self._engine.blocks) - ended, 0) * each + first + self._foresight.state
+        grown = max(taken - self.passes[-1].resident, 0)
+        first = 0 if _in_backward() else max(self.largest, grown // ended)
+        more = min(max(len(self._engine.blocks) - ended, 0) * grown // ended, FURTHER * grown)
+        return taken + more + first + self._foresight.state
 
     def _told(self) -> Bytes | None:
         """What is taken now, where the allocator tells it to the byte."""

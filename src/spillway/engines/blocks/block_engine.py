@@ -34,6 +34,7 @@ from spillway.engines.blocks.containers import rebuilt
 from spillway.engines.blocks.data_filter import ModuleCall, valid_calls
 from spillway.engines.blocks.discovery import named
 from spillway.engines.blocks.extra_forward import Seen, undone, without_locals
+from spillway.engines.blocks.fingerprints import print_bytes
 from spillway.engines.blocks.groups import Group, Grouped, by_sequential, first_children
 from spillway.engines.blocks.hook import Hook
 from spillway.engines.blocks.iterators import CannotCopyError
@@ -420,6 +421,13 @@ class BlockEngine:
     def hear_streams(self, heard: Callable[[list[Any]], None]) -> None:
         """Have it told of the states of random streams that blocks keep for their second run."""
         self._runtime.environment.heard = heard
+
+    @property
+    def print_bytes(self) -> Bytes:
+        """Of the fingerprints of its parameters that a call is compared by, of the block in which they are most, with
+        what the last one is made of."""
+        prints = [[print_bytes(one.nbytes) for one in block.module.parameters()] for block in self._found]
+        return max((sum(one) + max(one) for one in prints if one), default=0)
 
     def learn_from(self, other: BlockEngine) -> None:
         """Take over what calls of the same blocks, of a model of the same modules, have taught another engine."""

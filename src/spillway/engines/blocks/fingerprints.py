@@ -21,6 +21,7 @@ from torch import Tensor
 
 from spillway.engines.blocks.saved import SavedRef, SavedTensor
 from spillway.internals.private import bytes_over, counted_storage, grad_mode
+from spillway.units import Bytes
 
 COLUMNS: Final = 127
 ROWS: Final = 1001
@@ -52,6 +53,13 @@ def fingerprint(tensor: Tensor, seen: Seen) -> Fingerprint:
         if key not in seen:
             seen[key] = _sums(dense)
         return seen[key]
+
+
+def print_bytes(nbytes: Bytes) -> Bytes:
+    """Of the fingerprint of so many bytes."""
+    groups, left = divmod(nbytes // _WORD, _GROUP)
+    rows = max(left // COLUMNS - 1, 0) | 1
+    return _WORD * (groups * COLUMNS + (left - (rows - 1) * COLUMNS if rows > 1 else left) + nbytes % _WORD)
 
 
 def _dense(tensor: Tensor) -> Tensor:

@@ -26,6 +26,8 @@ from spillway.units import Bytes
 
 _BLOCKED: Final = 32
 """Columns that LAPACK works on at once."""
+_BY_PROCESSOR: Final = frozenset({"aten::convolution", "aten::convolution_backward"})
+"""Ops of which only the kernels of full precision are told: the others are every processor's own."""
 _UNTOLD: Final = frozenset({"aten::mkldnn_rnn_layer"})
 """Ops whose last result is a workspace that fake tensors have no size of."""
 _PACKS: Final[Mapping[torch.dtype, tuple[str, int, int]]] = MappingProxyType(
@@ -186,6 +188,8 @@ class Tally(cast(Any, TorchDispatchMode)):  # type: ignore[misc]  # torch's clas
         """Of all that is alive and too small to leave."""
         self.largest: Bytes = 0
         """The most that one op reads and creates of what may leave, with what is too small for that."""
+        self.sure = True
+        """Whether it is known of every kernel what it takes for itself."""
         self.number: float | None = None
         """What a tensor without content answers to who wants a number; None for an error."""
         self._known: dict[int, _Known] = {}
@@ -227,6 +231,8 @@ class Tally(cast(Any, TorchDispatchMode)):  # type: ignore[misc]  # torch's clas
         at_once = self._at_once(func, args, given, out)
         self.largest = max(self.largest, at_once + self.small)
         within = self._within[func._schema.name](args, out) if func._schema.name in _WITHIN else 0
+        if func._schema.name in _BY_PROCESSOR and args[0].device.type == "cpu" and args[0].itemsize < 4:
+            self.sure = False
         self.peak = max(self.peak, self.alive + within)
         return out
 
