@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
 import signal
 import sys
 from typing import Any
@@ -14,6 +15,10 @@ import pytest
 # The same examples on every run and every machine: a failure seen in CI is the failure seen at home.
 hypothesis.settings.register_profile("spillway", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("spillway")
+
+# One thread in processes that tests start too, unless told otherwise: where several processes share the processors,
+# threads spin while they wait for each other, and that took longer than all that they computed.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A shell without job control has what it starts in the background ignore Ctrl-C, and so do all its children.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
