@@ -49,18 +49,27 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """What was imported and collected is not gone through each time that garbage is collected, or tensors are.
-
-    Not so the tensors of test modules: who holds a tensor is looked for among what is not frozen.
-    """
+    """What was imported and collected is not gone through each time that garbage is collected, or tensors are."""
     if not session.config.getoption("--without-torch"):
-        import torch
+        _freeze()
 
-        gc.collect()
-        tensors = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
-        _each(ctypes.pythonapi.PyObject_GC_UnTrack, tensors)
-        gc.freeze()
-        _each(ctypes.pythonapi.PyObject_GC_Track, tensors)
+
+@pytest.fixture(autouse=True, scope="module")
+def what_other_files_left_is_not_gone_through(pytestconfig: pytest.Config) -> None:
+    """Libraries import much of themselves when it is used first, and that stays for all files that come later."""
+    if not pytestconfig.getoption("--without-torch"):
+        _freeze()
+
+
+def _freeze() -> None:
+    """Of what there is now, only tensors are gone through from here on: who holds one is looked for among those."""
+    import torch
+
+    gc.collect()
+    tensors = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
+    _each(ctypes.pythonapi.PyObject_GC_UnTrack, tensors)
+    gc.freeze()
+    _each(ctypes.pythonapi.PyObject_GC_Track, tensors)
 
 
 def _each(call: Any, tensors: list[Any]) -> None:
