@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import random
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -629,3 +631,47 @@ def test_state_that_grows_with_every_step_is_reckoned_with() -> None:
                     optimizer.step(closure)
         assert len(memory.history) > 2
         assert max(report.peak_bytes for report in memory.history) <= budget
+
+
+@pytest.mark.parametrize("budget", [700_000, 1_000_000, 1 << 30])
+@pytest.mark.parametrize("method", ["auto", "checkpoint", "mimose", "keep-all", "lru"])
+def test_nothing_of_a_step_is_held_until_python_looks_for_cycles(method: str, budget: int) -> None:
+    """Batches of steps that were over were there for as long as nobody collected garbage, beside the account."""
+    model, optimizer = model_of(4)
+    gone: list[bool] = []
+    gc.collect()
+    gc.disable()
+    try:
+        with spillway.manage(model, optimizer, budget=budget, method=method) as memory:
+            for _ in range(6):
+                batch = torch.randn(64, WIDTH)
+                held = weakref.ref(batch)
+                with contextlib.suppress(BudgetInfeasible), memory.step(batch):
+                    update(model, optimizer, batch)
+                del batch
+                gone.append(held() is None)
+    finally:
+        gc.enable()
+    assert gone == [True] * 6
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_an_update_takes_is_told_anew_when_its_settings_change(method: str) -> None:
+    """As a schedule of the weight decay does it, with which a foreach optimizer has a copy of all gradients."""
+    torch.manual_seed(0)
+    model, x = Chain(*(Residual() for _ in range(6))), torch.randn(2, WIDTH)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01, foreach=True)
+    with spillway.manage(model, optimizer, budget=1 << 30, method=method) as memory:
+        for _ in range(3):
+            with memory.step(x):
+                update(model, optimizer, x)
+        memory.budget = budget = int(1.02 * memory.history[-1].peak_bytes)
+        with memory.step(x):
+            update(model, optimizer, x)
+        optimizer.param_groups[0]["weight_decay"] = 0.1
+        with pytest.raises(BudgetInfeasible), memory.step(x):
+            update(model, optimizer, x)
+        memory.budget = 1 << 30
+        with memory.step(x):
+            update(model, optimizer, x)
+        assert memory.history[-1].peak_bytes > 1.1 * budget

@@ -114,6 +114,11 @@ class AbstractStep(ABC):
     def micro_batch(self, batch: Any) -> None:
         """It goes on with inputs of another size."""
 
+    def forget(self) -> None:
+        """It is over, and nobody asks it anything: what it held of the user's goes now, and not when Python next looks
+        for cycles."""
+        self._batch = None
+
     @property
     def lost(self) -> bool:
         """Whether nobody can leave it any more, so that the running thread may."""
@@ -443,6 +448,7 @@ class Session(ABC):
         except BaseException as error:
             step.give_back()
             told = _told(step, error) if isinstance(error, BudgetInfeasible) else error
+            step.forget()
             told = self._stopped(told)
             if told is not error:
                 raise told from None
@@ -493,11 +499,13 @@ class Session(ABC):
                 _add_note(waited, "Ending the step", fault)
             raise
         if fault is not None:
+            step.forget()
             raise fault
         refusal = error or late
         if isinstance(error, RuntimeError) and step.refused is not None and str(step.refused) in str(error):
             refusal = step.refused  # it passed through C++, as out of a callback, which tells its sentence on
         told = _told(step, refusal) if isinstance(refusal, BudgetInfeasible) else refusal
+        step.forget()
         told = self._stopped(told) if told is not None else None
         if told is not error and told is not None:
             raise told from None

@@ -744,6 +744,9 @@ class _Step(AbstractStep):
         self._until = watch.peak if watch is not None else 0
         return True
 
+    def _named_now(self) -> Bytes:
+        return self._session._named_bytes(self._batch)
+
     @property
     def rebuilt(self) -> bool:
         return self._session._rebuilt
@@ -810,7 +813,7 @@ class _Step(AbstractStep):
             start=self._start,
             gradients=self._gradients,
             budget=session._budget,
-            known=partial(session._named_bytes, self._batch),
+            known=self._named_now,
             foresight=self,
             measured=partial(self._entered[0].measured, self._key),
             decide=self._decide,
@@ -975,6 +978,11 @@ class _Step(AbstractStep):
         if refusal is not None or self.refused is not None:
             self._put_back()
         return refusal
+
+    def forget(self) -> None:
+        super().forget()
+        self._watch = self._forwards = self._trace = None
+        self._asked, self._gradients = [], []
 
     def _put_back(self) -> None:
         """Of a step that was refused, whatever the user's code makes of the refusal."""

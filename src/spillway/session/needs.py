@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias, cast, final
 
@@ -27,8 +27,8 @@ from spillway.internals.private import grad_mode, heard
 from spillway.methods.actions import Action
 from spillway.units import Bytes
 
-Kept: TypeAlias = tuple[int, int, int]
-"""Of an optimizer: which it is, how many parameters have state, and how many it updates."""
+Kept: TypeAlias = tuple[Hashable, ...]
+"""Of an optimizer: which it is, how many parameters have state, and of each group how many it updates, and how."""
 
 
 class Call(NamedTuple):
@@ -86,8 +86,16 @@ class Needs:
 
 
 def kept_by(optimizer: torch.optim.Optimizer) -> Kept:
-    """What its needs depend on."""
-    return id(optimizer), len(optimizer.state), sum(len(group["params"]) for group in optimizer.param_groups)
+    """What its needs depend on: of numbers that schedules change, whether they are 0."""
+    groups = []
+    for group in optimizer.param_groups:
+        parameters = group["params"]
+        groups.append((id(parameters), len(parameters), *[(name, _kind(one)) for name, one in group.items()]))
+    return id(optimizer), len(optimizer.state), *groups
+
+
+def _kind(setting: Any) -> Hashable:
+    return bool(setting) if type(setting) is float else setting if isinstance(setting, int | str | None) else None
 
 
 class Rise(NamedTuple):
