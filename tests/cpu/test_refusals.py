@@ -657,3 +657,39 @@ def test_the_first_step_takes_more_samples_and_a_later_one_has_state_beside_it()
     peak = trained(refusal.smallest_budget)
     assert isinstance(peak, int)
     assert refusal.smallest_budget <= 1.03 * peak
+
+
+class Widening(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.down(torch.relu(self.up(x)))
+        return out
+
+
+def test_a_loss_that_takes_more_than_the_usual_ones_is_named_as_it_was_seen_beside_the_state() -> None:
+    """Of what it took nothing is explained by what is only added to be on the safe side."""
+
+    def trained(budget: Bytes) -> BudgetInfeasible | int:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Widening() for _ in range(6)), nn.Linear(64, 400))
+        x, labels = torch.randn(512, 64), torch.randint(0, 400, (512,))
+        optimizer = torch.optim.AdamW(model.parameters())
+        with spillway.manage(model, optimizer, budget=budget, method="checkpoint") as memory:
+            try:
+                for _ in range(3):
+                    with memory.step(x):
+                        nn.functional.cross_entropy(model(x), labels).backward()
+                        optimizer.step()
+                        optimizer.zero_grad()
+            except BudgetInfeasible as refusal:
+                return refusal
+            return max(report.peak_bytes for report in memory.history)
+
+    for budget in (2_000_000, 3_000_000):
+        refusal = trained(budget)
+        assert isinstance(refusal, BudgetInfeasible)
+        assert refusal.exact
+        assert isinstance(trained(refusal.smallest_budget), int)

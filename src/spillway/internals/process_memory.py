@@ -207,13 +207,16 @@ def _return_end_of_heap() -> None:
     """What `malloc_trim` leaves out: the free end of the calling thread's own heap, up to 64 MiB.
 
     Threads beside the first one have heaps of their own, and so has the first one from the moment at which an
-    allocation of it has failed. The C library looks at the end of such a heap when a larger block is freed.
+    allocation of it has failed. The C library looks at the end of such a heap when a larger block is freed. It decides
+    as after a session from here on (`HeldHeap`).
     """
     if _malloc is not None and _free is not None:
         with _holding:
-            _set_thresholds(trim=0)
-            _free(_malloc(_LOOKS_AT_END))
-            _set_thresholds(trim=_HELD if _holders else 2 * _LARGEST_THRESHOLD)
+            try:
+                _set_thresholds(trim=0)
+                _free(_malloc(_LOOKS_AT_END))
+            finally:
+                _set_thresholds(trim=_HELD if _holders else 2 * _LARGEST_THRESHOLD)
 
 
 _ALLOCATOR_SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")

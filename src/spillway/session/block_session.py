@@ -850,10 +850,8 @@ class _Step(AbstractStep):
         rise = recomputing(call, environment_of(self._session._model, self._session._generators), loss=loss)
         if rise is None:
             return None
-        assert self._session._engine is not None
-        now, later = (one + one // SAMPLES for one in rise[:2])
-        now += self._session._engine.print_bytes
-        return Rise(now, later + self.state, rise.sure and not others_hear(self._session._model))
+        slack = max(rise.now, rise.later) // SAMPLES + call.engine.print_bytes
+        return rise._replace(sure=rise.sure and self.hears_all, state=self.state, slack=slack)
 
     @property
     def hears_all(self) -> bool:

@@ -8,7 +8,7 @@ import functools
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeAlias, cast, final
+from typing import Any, Final, NamedTuple, TypeAlias, cast, final
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -95,7 +95,7 @@ def kept_by(optimizer: torch.optim.Optimizer) -> Kept:
 
 
 def _kind(setting: Any) -> Hashable:
-    return bool(setting) if type(setting) is float else setting if isinstance(setting, int | str | None) else None
+    return bool(setting) if isinstance(setting, int | float) else setting if isinstance(setting, str) else None
 
 
 class Rise(NamedTuple):
@@ -107,11 +107,15 @@ class Rise(NamedTuple):
     """Of the next one like it, above what is there when this one begins."""
     sure: bool
     """Whether that is all: kernels may take more of which it is not known what they take."""
+    state: Bytes = 0
+    """Of the optimizers, which the next one begins with."""
+    slack: Bytes = 0
+    """What no op makes, at most: samples of what blocks are called with."""
 
     @property
     def most(self) -> Bytes:
         """That is enough for both."""
-        return max(self.now, self.later)
+        return max(self.now, self.later + self.state) + self.slack
 
 
 def recomputing(call: Call, environment: Environment, *, loss: bool = True) -> Rise | None:
@@ -173,27 +177,33 @@ def _peaks(
         FakeTensorMode.cache_clear()  # every size has entries of its own
 
 
+_hearers: Final[dict[int, Callable[[list[Any]], None]]] = {}
+"""Who is told of states of the random stream, by thread."""
+_rng_state: Callable[[], torch.Tensor] = torch.get_rng_state
+
+
+def _heard_rng_state() -> torch.Tensor:
+    state = _rng_state()
+    if hearer := _hearers.get(threading.get_ident()):
+        hearer([state])
+    return state
+
+
 @contextlib.contextmanager
 def _random_states(held: Callable[[list[Any]], None]) -> Iterator[None]:
-    """Tell of the states of the random stream that are asked for, 5 KB each, which no op makes: a model that
-    checkpoints itself holds one for each checkpoint."""
-    thread, plainly = threading.get_ident(), torch.get_rng_state
-
-    def get_rng_state() -> torch.Tensor:
-        state = plainly()
-        if telling and threading.get_ident() == thread:
-            held([state])
-        return state
-
-    telling = True
+    """Tell of the states of the random stream that are asked for in this thread, 5 KB each, which no op makes: a model
+    that checkpoints itself holds one for each checkpoint."""
+    global _rng_state
     functions = cast(Any, torch)
-    functions.get_rng_state = get_rng_state
+    _hearers[threading.get_ident()] = held
     try:
+        if functions.get_rng_state is not _heard_rng_state:
+            _rng_state, functions.get_rng_state = functions.get_rng_state, _heard_rng_state
         yield
     finally:
-        telling = False  # of two threads that end in the order in which they began one leaves its function behind
-        if torch.get_rng_state is get_rng_state:
-            functions.get_rng_state = plainly
+        del _hearers[threading.get_ident()]
+        if not _hearers and functions.get_rng_state is _heard_rng_state:
+            functions.get_rng_state = _rng_state
 
 
 class _Fake(FakeTensorMode):  # type: ignore[no-untyped-call]

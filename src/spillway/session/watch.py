@@ -77,7 +77,8 @@ GROWS: Final = 4
 
 
 FURTHER: Final = 3
-"""Of a step of which nothing is told it is reckoned that the rest takes at most so many times what it has taken."""
+"""Of a step of which nothing is told: blocks that have not run are reckoned to take at most so many times what it has
+taken."""
 HOLDING: Final = (Action.KEEP, Action.SELECTIVE)
 """What can be revoked to make room."""
 RETURNING: Final = (Action.OFFLOAD, Action.SELECTIVE_OFFLOADED, Action.COMPRESS_OFFLOADED)
@@ -350,7 +351,7 @@ class StepWatch:
         smallest, exact = level + least, self._foresight.hears_all
         if torch.is_grad_enabled():
             rise, state = self._foresight.recomputing(call), self._foresight.state
-            if rise is None or 10 * (level + rise.now + state) > 11 * (smallest + state):
+            if rise is None or 10 * (level + rise.now + rise.slack + state) > 11 * (smallest + state):
                 return  # it depends on the loss what is enough: that is measured, and named before anything is updated
             smallest, exact = max(smallest, level + rise.most), rise.sure
         if not self._foresight.page_from_here():
@@ -656,12 +657,15 @@ class StepWatch:
             self._refuse(taken, number, told, exact=rise.sure)
 
     def _enough(self, seen: Bytes) -> Bytes | None:
-        """For a step that took so much until now, loss included, and for the next one like it, which begins with more
-        state; None where that cannot be told."""
+        """For a step that took so much until now, loss included, and for the next one like it, by the latest forward:
+        what it took more than was told it takes again, beside the state. None where that cannot be told."""
         if self._begins_with is None:
             return None
         level, rise = self._begins_with[0] - self._died, self._foresight.recomputing(self._begins_with[1], loss=False)
-        return None if rise is None else max(seen, level + rise.later + max(seen - level - rise.now, 0))
+        if rise is None:
+            return None
+        told = rise.now if len(self.passes) == 1 else rise.later  # then blocks have learned by now
+        return max(seen, level + rise.later + rise.state + rise.slack + max(seen - level - told, 0))
 
     def _reckoned(self, taken: Bytes) -> Bytes:
         """What a step takes of which nothing is told: blocks that have not run yet as much as those that have, on

@@ -424,8 +424,8 @@ class BlockEngine:
 
     @property
     def print_bytes(self) -> Bytes:
-        """Of the fingerprints of its parameters that a call is compared by, of the block in which they are most, with
-        what the last one is made of."""
+        """Of the fingerprints of parameters that there are while a block runs, at most; with the parts that the largest
+        is put together of."""
         prints = [[print_bytes(one.nbytes) for one in block.module.parameters()] for block in self._found]
         return max((sum(one) + max(one) for one in prints if one), default=0)
 

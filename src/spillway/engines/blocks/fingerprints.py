@@ -56,10 +56,10 @@ def fingerprint(tensor: Tensor, seen: Seen) -> Fingerprint:
 
 
 def print_bytes(nbytes: Bytes) -> Bytes:
-    """Of the fingerprint of so many bytes."""
+    """Of the fingerprint of so many bytes, as `_sums` lays them out."""
     groups, left = divmod(nbytes // _WORD, _GROUP)
     rows = max(left // COLUMNS - 1, 0) | 1
-    return _WORD * (groups * COLUMNS + (left - (rows - 1) * COLUMNS if rows > 1 else left) + nbytes % _WORD)
+    return _WORD * (groups * COLUMNS + left - (rows - 1) * COLUMNS + nbytes % _WORD)
 
 
 def _dense(tensor: Tensor) -> Tensor:
