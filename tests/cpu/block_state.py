@@ -130,6 +130,15 @@ def _other_data(part: Any) -> int:
     return len(part.held)
 
 
+def _attribute_of_tensor(part: Any) -> int:
+    part.held.n = getattr(part.held, "n", 0) + 1
+    return int(part.held.n)
+
+
+class _Subclass(torch.nn.Parameter):
+    pass
+
+
 ELSEWHERE: dict[str, Callable[[Any], int]] = {
     "global of another module": lambda part: elsewhere.count(),
     "imported function": lambda part: count_elsewhere(),
@@ -192,6 +201,9 @@ HELD: dict[str, tuple[Callable[[], Any], Callable[[Any], int]]] = {
     "conjugate that is turned": (lambda: (1j * torch.arange(4).view(2, 2)).conj(), _turned),
     "tensor that is set": (lambda: torch.ones(1), _set_elsewhere),
     "tensor of other data": (lambda: torch.ones(1), _other_data),
+    "attribute of a tensor": (lambda: torch.ones(1), _attribute_of_tensor),
+    "attribute of a parameter": (lambda: torch.nn.Parameter(torch.ones(1)), _attribute_of_tensor),
+    "attribute of what Python defines": (lambda: _Subclass(torch.ones(1)), _attribute_of_tensor),
     "buffer that grows": (lambda: torch.zeros(0), _longer),
     "buffer that is turned": (lambda: torch.arange(4).view(2, 2), _turned),
     "buffer that is set": (lambda: torch.ones(1), _set_elsewhere),
@@ -231,6 +243,8 @@ def _told(held: Any) -> Any:
         return held.get_state()[2]
     if isinstance(held, numpy.random.Generator):
         return held.bit_generator.state
+    if isinstance(held, Tensor) and vars(held):
+        return vars(held)
     if isinstance(held, collections.defaultdict):
         return dict(held)
     if isinstance(held, numpy.random.BitGenerator):

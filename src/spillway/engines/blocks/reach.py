@@ -2,7 +2,7 @@
 
 What is followed: attributes of modules and of objects whose class Python code defines, containers, closures, defaults
 and attributes of functions (hooks and what they are bound to among them), arrays, random streams, iterators and caches
-of functions (NOTE [Marks]), of tensors gradients, flags and hooks, and what the code of all these functions and classes
+of functions (NOTE [Marks]), of tensors gradients, attributes, flags and hooks, and what the code of all these functions and classes
 names, in its own module and in others: globals, functions, classes and their attributes. Of torch this is true of
 modules and of `STATEFUL`. Code of installed packages is followed up to `MOST_INSTALLED` functions, that of `LIBRARIES`
 not at all.
@@ -385,6 +385,11 @@ class Reach:
             self._prints.append((raw, fingerprint(raw, {})))
 
     def _visit_tensor(self, tensor: Tensor) -> None:
+        if type(tensor) is Tensor or type(tensor) is nn.Parameter:
+            held = tensor.__dict__
+            self._note(functools.partial(_Values, held), functools.partial(_refill_dict, held))
+        elif not is_foreign(type(tensor).__module__):
+            self._visit_instance(tensor)
         if is_leaf(tensor) and not (self._lasting and id(tensor) in self._fixed):
             self._note(functools.partial(_of_leaf, tensor), functools.partial(_put_leaf, tensor))
             if _is_plain(tensor) and (place := Place.of(tensor)) is not None:
