@@ -13,7 +13,7 @@ from torch.nn.functional import relu, scaled_dot_product_attention
 
 import spillway
 from spillway import BlockOptions
-from spillway.engines.environment import ATTENTION, EINSUM, GENERAL
+from spillway.engines.environment import ABOVE_OPS, ATTENTION, EINSUM, GENERAL
 
 opt_einsum: Any = torch.backends.opt_einsum
 mkldnn: Any = torch.backends.mkldnn
@@ -47,6 +47,20 @@ CHANGES: Mapping[str, tuple[Callable[[Any], Any], Any, Any]] = {
     "einsum": (lambda on: setattr(opt_einsum, "enabled", on), True, False),
 }
 """What changes a setting, its value in the forward, and then."""
+IN_BLOCKS: Mapping[str, tuple[Callable[[Any], Any], Any, Any]] = {
+    **CHANGES,
+    "default dtype": (torch.set_default_dtype, torch.float64, torch.float32),
+    "uninitialized memory": (
+        lambda on: setattr(torch.utils.deterministic, "fill_uninitialized_memory", on),
+        False,
+        True,
+    ),
+    "anomalies": (torch.set_anomaly_enabled, True, False),
+    "sparse tensors": (cast(Any, torch._C)._set_check_sparse_tensor_invariants, True, False),
+    "distributions": (cast(Any, torch.distributions.Distribution).set_default_validate_args, False, True),
+    "converted modules": (torch.__future__.set_overwrite_module_params_on_conversion, True, False),
+}
+ALL: Any = ABOVE_OPS + GENERAL + EINSUM + ATTENTION
 
 
 class Block(nn.Module):
@@ -103,8 +117,58 @@ def test_what_is_run_again_runs_under_the_settings_of_the_first_time(name: str) 
             put(value)
 
 
+class Sets(Block):
+    """Changes a setting itself, and leaves it so."""
+
+    def __init__(self, put: Callable[[Any], Any], value: Any) -> None:
+        super().__init__()
+        self.put, self.value = put, value
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.put(self.value)
+        return super().forward(x)
+
+
+def trained_by_blocks(
+    method: str | None, budget: int | None, change: tuple[Callable[[Any], Any], Any, Any]
+) -> tuple[list[Tensor], list[Any]]:
+    torch.manual_seed(0)
+    put, first, then = change
+    put(then)
+    model = nn.Sequential(Block(), Sets(put, first), Block(), Sets(put, then), Block())
+    optimizer, x, seen = torch.optim.SGD(model.parameters(), 1e-2), torch.randn(8, 8, 16, 16), [ALL.now()]
+    blocks = BlockOptions(names=[str(place) for place in range(5)])
+    session = spillway.manage(model, optimizer, budget=budget, method=method, blocks=blocks) if method else None
+    for _ in range(2):
+        with nullcontext() if session is None else session.step(x):
+            loss = model(x).square().mean()
+            seen.append(ALL.now())
+            loss.backward()
+            seen.append(ALL.now())
+            optimizer.step()
+            optimizer.zero_grad()
+    if session is not None:
+        assert session.history[-1].recomputed_blocks > 0 or method == "auto"
+        session.close()
+    return [parameter.detach().clone() for parameter in model.parameters()], [*seen, ALL.now()]
+
+
+@pytest.mark.parametrize("name", IN_BLOCKS)
+def test_what_a_block_sets_is_put_back_after_its_second_run(name: str) -> None:
+    before = [(flag, flag[0]()) for flag in ALL.flags]
+    try:
+        plain, settings = trained_by_blocks(None, None, IN_BLOCKS[name])
+        for method, budget in (("checkpoint", 1 << 30), ("auto", 1400 << 10)):
+            parameters, seen = trained_by_blocks(method, budget, IN_BLOCKS[name])
+            assert seen == settings, method
+            assert all(map(torch.equal, plain, parameters)), method
+    finally:
+        for (_, put), value in before:
+            put(value)
+
+
 def test_every_setting_can_be_told_and_put_back() -> None:
-    for settings in (GENERAL, EINSUM, ATTENTION):
+    for settings in (GENERAL, EINSUM, ATTENTION, ABOVE_OPS):
         present = settings.now()
         assert present == tuple(get() for get, _ in settings.flags)
         for (_, put), value in zip(settings.flags, present, strict=True):

@@ -53,6 +53,10 @@ class Settings:
         mine, theirs = self.now, other.now
         return Settings(*self.flags, *other.flags, now=lambda: mine() + theirs())
 
+    def restore(self, wanted: Sequence[Any]) -> None:
+        """From whatever they are by now, as code may change them, to what they were."""
+        self.change(self.now(), wanted)
+
     def change(self, present: Sequence[Any], wanted: Sequence[Any]) -> None:
         """From what they are to what they shall be."""
         for (_, put), one, other in zip(self.flags, present, wanted, strict=True):
@@ -98,15 +102,18 @@ _of_torch: Final[Any] = torch._C
 _smallest_normal, _half = sys.float_info.min, 0.5
 _mkldnn_deterministic, _nnpack_enabled = torch._C._get_mkldnn_deterministic, torch._C._get_nnpack_enabled
 _half_sums = _of_torch._get_cpu_allow_fp16_reduced_precision_reduction
+_fills_memory = _of_torch._get_deterministic_fill_uninitialized_memory
 
 
 def _products(backend: str, op: str) -> Flag:
     """In which precision floats of 32 bits are multiplied (`torch.backends.mkldnn.matmul.fp32_precision`), by whichever
-    of torch's two ways it was said."""
+    of torch's two ways it was said; "all" is what holds for a backend's ops that have none themselves, and "generic"
+    for backends."""
     getter, setter = _of_torch._get_fp32_precision_getter, _of_torch._set_fp32_precision_setter
+    above = backend if op != "all" else "generic"
 
     def put(value: str) -> None:
-        around = getter(backend, "all")  # what holds where the op itself has none
+        around = getter(above, "all") if backend != "generic" else "none"  # what holds where this one has none
         if value == "none" != around:
             value = "ieee"
         setter(backend, op, "none" if value == around else value)
@@ -139,9 +146,10 @@ ELEMENTWISE: Final = Settings(
     (_mkldnn_deterministic, torch._C._set_mkldnn_deterministic),
     (_nnpack_enabled, torch._C._set_nnpack_enabled),
     _where_there_is_one((_half_sums, _of_torch._set_cpu_allow_fp16_reduced_precision_reduction)),
+    (_fills_memory, _of_torch._set_deterministic_fill_uninitialized_memory),
     now=lambda: (
         _threads(), _default_dtype(), _deterministic(), _mkldnn_enabled(),
-        _smallest_normal * _half == 0.0, _mkldnn_deterministic(), _nnpack_enabled(), _half_sums(),
+        _smallest_normal * _half == 0.0, _mkldnn_deterministic(), _nnpack_enabled(), _half_sums(), _fills_memory(),
     ),
 )  # fmt: skip
 """Of ops that have no products, on every device."""
@@ -162,16 +170,28 @@ ATTENTION: Final = Settings(
 )
 """By which the kernel of attention is chosen: on the CPU above what the tensor engine is shown."""
 
-EINSUM: Final = Settings(
-    *(
-        (
-            functools.partial(getattr, torch.backends.opt_einsum, name),
-            functools.partial(setattr, torch.backends.opt_einsum, name),
-        )
-        for name in ("enabled", "strategy")
-    )
-)
+
+def _attribute(holder: object, name: str) -> Flag:
+    return functools.partial(getattr, holder, name), functools.partial(setattr, holder, name)
+
+
+EINSUM: Final = Settings(*(_attribute(torch.backends.opt_einsum, name) for name in ("enabled", "strategy")))
 """In which order `einsum` contracts, which is decided in Python."""
+
+
+def _anomalies() -> tuple[bool, bool]:
+    """Whether autograd looks for them, and whether for NaN."""
+    return torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
+
+
+ABOVE_OPS: Final = Settings(
+    *(_products(backend, "all") for backend in ("generic", "mkldnn", "cuda")),
+    (_anomalies, lambda value: torch.set_anomaly_enabled(*value)),
+    (_of_torch._check_sparse_tensor_invariants, _of_torch._set_check_sparse_tensor_invariants),
+    _attribute(torch.distributions.Distribution, "_validate_args"),
+    *(_attribute(torch.__future__, f"_{one}_module_params_on_conversion") for one in ("overwrite", "swap")),
+)
+"""What holds where a setting of one kind of ops says nothing, and what is checked, or done by modules, above ops."""
 
 CUDA: Final = Settings(
     *[
@@ -423,7 +443,8 @@ class Environment:
     def __init__(self, devices: Iterable[torch.device], generators: Iterable[Generator]) -> None:
         others = {device for device in devices if device.type not in ("cpu", "meta")}
         self._types = ("cpu", *sorted({device.type for device in others}))
-        self._settings = GENERAL + EINSUM + (CUDA if "cuda" in self._types else ATTENTION)
+        # What is above comes first: what is put below it depends on that.
+        self._settings = ABOVE_OPS + GENERAL + EINSUM + (CUDA if "cuda" in self._types else ATTENTION)
         self._streams: list[Stream] = [
             PythonStream(random._inst),
             NumpyStream(np.random.mtrand._rand),
@@ -460,7 +481,7 @@ class Environment:
         flags = self._settings.now()
         with contextlib.ExitStack() as stack:
             # Each stands before what it undoes: an interrupt in between leaves nothing behind.
-            stack.callback(self._settings.change, wanted.flags, flags)
+            stack.callback(self._settings.restore, flags)
             self._settings.change(flags, wanted.flags)
             stack.callback(self.set_streams, streams)
             for one, old, new in zip(self._streams, streams, wanted.streams, strict=True):

@@ -361,7 +361,7 @@ constexpr std::size_t MOST_NEEDS = 4096;  // kinds of arguments that are remembe
 // --------------------------------------------------------------------------------------------------------- settings
 
 // Everything that `environment.OpEnvironment` has, as numbers: as long as none has changed, neither has that.
-using Fingerprint = std::array<std::int64_t, 15>;
+using Fingerprint = std::array<std::int64_t, 16>;
 
 Fingerprint fingerprint() {
   const at::Context& context = at::globalContext();
@@ -389,6 +389,7 @@ Fingerprint fingerprint() {
           static_cast<std::int64_t>(c10::get_default_dtype_as_scalartype()),
           context.deterministicAlgorithms(),
           context.deterministicAlgorithmsWarnOnly(),
+          context.deterministicFillUninitializedMemory(),
           context.userEnabledMkldnn(),
           context.deterministicMkldnn(),
           context.userEnabledNNPACK(),
