@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -60,6 +61,58 @@ def test_a_method_that_refuses_what_would_fit_names_a_bound_from_below() -> None
     assert isinstance(refusal, BudgetInfeasible)
     assert not refusal.exact
     assert isinstance(refusal_cases.trained(CASES["autoencoder"], "uvm", refusal.smallest_budget), BudgetInfeasible)
+
+
+TOO_LARGE: Any = (
+    lambda x: torch.empty(1 << 50),
+    lambda x: torch.zeros(1 << 47, dtype=torch.uint8),
+    lambda x: x.expand(1 << 40, *x.shape).contiguous(),
+    lambda x: x.detach().clone().resize_(1 << 48),
+    lambda x: torch.empty(64).untyped_storage().resize_(1 << 50),
+    lambda x: torch.empty(0).set_(torch.empty(4).untyped_storage(), 0, (1 << 48,), (1,)),
+)
+"""What no device has."""
+
+
+def tried_too_much(method: str | None, budget: Bytes | None) -> tuple[list[Tensor], list[str], list[Bytes]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)) for _ in range(6)))
+    optimizer, x, said = torch.optim.AdamW(model.parameters()), torch.randn(256, 64), list[str]()
+
+    def tries() -> None:
+        for too_large in TOO_LARGE:
+            with pytest.raises(RuntimeError) as raised:
+                too_large(x)
+            assert type(raised.value) is RuntimeError
+            said.append(str(raised.value).splitlines()[0])
+        assert (torch.empty(1 << 50, device="meta") * 2).nbytes == 1 << 52  # which takes nothing
+
+    session = spillway.manage(model, optimizer, budget=budget, method=method) if method is not None else None
+    for _ in range(3):
+        with nullcontext() if session is None else session.step(x):
+            tries()
+            loss = model(x).square().mean()
+            tries()
+            loss.backward()
+            tries()
+            optimizer.step()
+            optimizer.zero_grad()
+        tries()
+    peaks = [one.peak_bytes for one in session.history] if session is not None else []
+    if session is not None:
+        session.close()
+    return [parameter.detach().clone() for parameter in model.parameters()], said, peaks
+
+
+@pytest.mark.parametrize("method", ["auto", "lru", "dtr", "delta", "keep-all", "mimose", "checkpoint"])
+def test_what_no_device_has_fails_as_it_does_plainly_and_the_step_goes_on(method: str) -> None:
+    plain, said, _ = tried_too_much(None, None)
+    budget = 1_200_000 if method != "keep-all" else 4_000_000
+    managed, said_too, peaks = tried_too_much(method, budget)
+    assert said_too == said
+    assert all(map(torch.equal, plain, managed))
+    assert len(peaks) == 3
+    assert max(peaks) <= budget
 
 
 @pytest.mark.parametrize("method", ["auto", "lru", "checkpoint"])

@@ -15,7 +15,8 @@
 //     the range.
 //  3. The kernel moves pages mapping by mapping: `cuts_` holds every offset at which a mapping may begin. More than
 //     MAPPINGS are healed, by giving the warm pages back: a mapping anew over the whole extent is one mapping.
-//  4. What is small, and what the range or the system has no room for, is torch's own allocator's, and so is the error.
+//  4. What is small, what is more than the machine has, and what the range or the system has no room for, is torch's own
+//     allocator's, and so is the error.
 //  5. Nothing here is ever destroyed: tensors outlive the interpreter.
 //  6. A trace counts what is born while it is open, in the arena or not, and that of it dies; and of storages that it was
 //     told of, that they die. A thread that has a trace of its own open counts for that one alone, and one that is in a
@@ -883,18 +884,25 @@ class OpMemory {
   Mapping* chunk_ = nullptr;  // for what is small
 };
 
+std::size_t machine_memory() {
+  static const long pages = ::sysconf(_SC_PHYS_PAGES), size = ::sysconf(_SC_PAGESIZE);
+  return static_cast<std::size_t>(pages) * static_cast<std::size_t>(size);
+}
+
 class ArenaAllocator final : public c10::Allocator {
  public:
   c10::DataPtr allocate(std::size_t nbytes) override {
     if (nbytes == 0) return c10::GetDefaultCPUAllocator()->allocate(0);
     OpMemory* const unwatched = op_memory() != nullptr && op_memory()->unwatched() ? op_memory() : nullptr;
-    if (OpMemory* const lender = arena().lender(nbytes)) {
+    const bool hopeless = nbytes > machine_memory();
+    if (OpMemory* const lender = hopeless ? nullptr : arena().lender(nbytes)) {
       if (void* const lent = lender->lend(nbytes, c10::memoryProfilingEnabled())) {
         report(lent, static_cast<std::int64_t>(nbytes));
         return {lent, lent, &free, c10::Device(c10::DeviceType::CPU)};
       }
     }
-    void* memory = nbytes < SMALL ? nullptr : unwatched != nullptr ? take(nbytes, *unwatched) : take(nbytes);
+    const bool elsewhere = nbytes < SMALL || hopeless;
+    void* memory = elsewhere ? nullptr : unwatched != nullptr ? take(nbytes, *unwatched) : take(nbytes);
     if (memory == nullptr) {  // rule 4
       c10::DataPtr outside = c10::GetDefaultCPUAllocator()->allocate(nbytes);
       if (unwatched == nullptr || unwatched->holds_small(outside.get())) {

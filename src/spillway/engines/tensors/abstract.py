@@ -165,6 +165,8 @@ class AbstractBackend(ABC):
     """Tensors on these are managed."""
     device: torch.device
     """The usual one of them."""
+    memory: Bytes
+    """What there is of it, whatever the budget."""
     machine: TensorMachine
     log: TransferLog
     """Copies that a tier made, and what waited for them; where the device keeps account of that, empty until the step

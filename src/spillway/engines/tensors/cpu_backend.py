@@ -18,6 +18,7 @@ from spillway.engines.tensors.cpu_machine import CpuMachine
 from spillway.engines.tensors.ops import OpInfo
 from spillway.engines.tensors.reserve import Workspaces
 from spillway.errors import SpillError
+from spillway.internals.machine_memory import usable_memory
 from spillway.internals.private import storage_of
 from spillway.internals.process_memory import HeldHeap, Reclaimer, ResidentSet
 from spillway.memory.budget import UNLIMITED
@@ -70,6 +71,7 @@ class CpuBackend(AbstractBackend):
     def __init__(self, spill_directory: str | os.PathLike[str] | None, spill_io: SpillIO = "buffered") -> None:
         self.devices = CPU
         self.device = torch.device("cpu")
+        self.memory = usable_memory()
         self.tier = DiskTier(spill_directory, spill_io)
         self.log = self.tier.log
         self.spill_io = self.tier.io

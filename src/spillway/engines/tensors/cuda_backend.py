@@ -84,7 +84,7 @@ class CudaBackend(AbstractBackend):
 
     def __init__(self, streams: Streams, host_budget: Bytes, *, exchanges: bool = CAN_SWAP) -> None:
         self.streams = streams
-        self.device = streams.device
+        self.device, self.memory = streams.device, streams.total
         self.devices = frozenset({streams.device})
         self.pool = HostPool(streams.pin, host_budget)
         self.machine = self._machine = CudaMachine(streams, self.pool, Exchanged(streams) if exchanges else Resized())

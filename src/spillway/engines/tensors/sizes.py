@@ -352,6 +352,10 @@ class Sizes:
             known = self._known[key] = self._estimate(key, info, args, kwargs)
         return key, known
 
+    def sure(self, key: Any) -> bool:
+        """Whether what was expected for this key was told, not guessed."""
+        return key is not None and key not in self._guessed
+
     def learn(self, key: Any, created: Bytes) -> None:
         """What the call really created."""
         if key is None or key not in self._known:  # an op that ran inside this one may have had all forgotten

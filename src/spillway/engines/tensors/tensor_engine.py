@@ -14,12 +14,12 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Final, final
+from typing import Any, Final, cast, final
 
 import torch
 
 from spillway.engines.tensors.abstract import AbstractBackend, AbstractTensorEngine, Around, Completion, Seen, Unwatched
-from spillway.engines.tensors.calls import Geometry, inner_tensors
+from spillway.engines.tensors.calls import Geometry, inner_tensors, operands
 from spillway.engines.tensors.collectives import Collectives
 from spillway.engines.tensors.cpu_backend import CpuBackend
 from spillway.engines.tensors.cpu_machine import Watch, real_storage
@@ -302,6 +302,10 @@ class TensorEngine(AbstractTensorEngine):
                 needed = needed if bound is None else min(needed, bound)
         needed += self.growth(seen.writes) if info.resized else 0
         needed += self._grown_by_set(seen.args) if info.resizes else 0
+        if needed and self.budget.short(needed) > 0 and _on_meta(seen):
+            needed = 0
+        if needed > self.backend.memory and (info.sets_storage or self.sizes.sure(key)):
+            self._ask_device(needed + (sum(one.nbytes for one in seen.writes) if info.resizes else 0))
         guess = 0
         workspaces = self.backend.workspaces
         if workspaces is not None and not workspaces.required:
@@ -322,6 +326,11 @@ class TensorEngine(AbstractTensorEngine):
             finally:
                 controller.finish(seen.reads, seen.writes)
                 self.look_ahead()
+
+    def _ask_device(self, nbytes: Bytes) -> None:
+        """For more than it has, for which no room that is made here is enough: its allocator says so, as it does where
+        nobody manages it, and code that expects that goes on. Some systems promise more than they have."""
+        cast(Any, torch.UntypedStorage)(nbytes, device=self.backend.device)
 
     def record_no_further(self) -> None:
         """What writes this step down has seen all that it wants: ops come as they come without it."""
@@ -452,6 +461,8 @@ class TensorEngine(AbstractTensorEngine):
             self.machine.wait_for_readers(storage)
             reads, prepared = [storage.value], self.in_step
             if prepared:
+                if nbytes > self.backend.memory:
+                    self._ask_device(nbytes)
                 self.controller.prepare("resize of a storage", reads, [storage], max(nbytes - storage.nbytes, 0))
             elif storage.value.absent:
                 self.fetch(storage)
@@ -830,6 +841,15 @@ def _ready(seen: Seen) -> bool:
         return False
     written = [storage.value for storage in seen.writes if storage.value is not None]
     return not any(value.absent or value.dependents for value in written)
+
+
+def _on_meta(seen: Seen) -> bool:
+    """Whether what it makes has no content, and takes no memory."""
+    kwargs = seen.kwargs or {}
+    device = kwargs.get("device")
+    if device is not None:
+        return torch.device(device).type == "meta"
+    return any(tensor.is_meta for _, tensor, _ in operands(seen.info, seen.args, kwargs))
 
 
 def _address_or_none(tensor: Any) -> int:
