@@ -281,7 +281,11 @@ def test_a_replay_computes_under_the_settings_of_the_first_time() -> None:
 
 
 def test_every_setting_of_an_op_is_heard_when_it_changes() -> None:
-    others = {"default dtype": (torch.set_default_dtype, torch.float64, torch.float32)}
+    filled = torch._C._set_deterministic_fill_uninitialized_memory  # type: ignore[attr-defined]
+    others = {
+        "default dtype": (torch.set_default_dtype, torch.float64, torch.float32),
+        "uninitialized memory": (filled, False, True),
+    }
     before = [(flag, flag[0]()) for settings in (GENERAL, ATTENTION, EINSUM) for flag in settings.flags]
     x = torch.rand(4, 4)
     engine = engine_for(LRU(), 1 << 30, x)
