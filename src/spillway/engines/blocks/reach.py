@@ -2,10 +2,10 @@
 
 What is followed: attributes of modules and of objects whose class Python code defines, containers, closures, defaults
 and attributes of functions (hooks and what they are bound to among them), arrays, random streams, iterators and caches
-of functions (NOTE [Marks]), of tensors gradients, attributes, flags and hooks, and what the code of all these functions and classes
-names, in its own module and in others: globals, functions, classes and their attributes. Of torch this is true of
-modules and of `STATEFUL`. Code of installed packages is followed up to `MOST_INSTALLED` functions, that of `LIBRARIES`
-not at all.
+of functions (NOTE [Marks]), of tensors gradients, attributes, flags and hooks, and what the code of all these functions
+and classes names, in its own module and in others: globals, functions, classes and their attributes. Of torch this is
+true of modules and of `STATEFUL`. Code of installed packages is followed up to `MOST_INSTALLED` functions, that of
+`LIBRARIES` not at all.
 What is not: files, objects of libraries written in C, and what else belongs to torch and to this package.
 """
 
