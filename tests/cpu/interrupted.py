@@ -127,20 +127,20 @@ class Training:
 def needs_known(method: str) -> Iterator[None]:
     """What the first step of a session needs is told as it was told for the first such session: it takes most of a
     step of so small a model to work out."""
-    work_out = needs._peak
+    work_out = needs._peaks
 
-    def known(call: needs.Call, environment: Any, goes_on: Any, **options: bool) -> Any:
+    def known(call: needs.Call, environment: Any, goes_on: Any, **options: Any) -> Any:
         shapes = (parameter.shape for parameter in call.engine.model.parameters())
         key = method, goes_on, *options.items(), *call.gradients.items(), *shapes
         if key not in _NEEDS:
             _NEEDS[key] = work_out(call, environment, goes_on, **options)
         return _NEEDS[key]
 
-    needs._peak = known
+    needs._peaks = known
     try:
         yield
     finally:
-        needs._peak = work_out
+        needs._peaks = work_out
 
 
 _NEEDS: Final[dict[Any, Any]] = {}

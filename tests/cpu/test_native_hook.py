@@ -400,11 +400,11 @@ def test_a_bound_for_a_number_is_none_for_a_complex_one() -> None:
     engine.close()
 
 
-def test_what_no_number_of_64_bits_counts_is_refused_as_by_the_handlers_in_python() -> None:
+def test_what_no_number_of_64_bits_counts_fails_as_by_the_handlers_in_python() -> None:
     engine = engine_for(LRU())
     for _ in range(2):
         torch.empty(3)
-    with pytest.raises(BudgetInfeasible):
+    with pytest.raises(RuntimeError, match="allocate memory"):  # torch's own error
         torch.empty(1 << 61, dtype=torch.uint8)
     engine.end_step()
     engine.close()

@@ -21,6 +21,7 @@ import spillway
 from spillway.engines.blocks.block_engine import BlockEngine
 from spillway.engines.environment import Environment
 from spillway.engines.tensors.probe import smallest_budget
+from spillway.engines.tensors.tally import Tally
 from spillway.engines.tensors.twins import without_content
 from spillway.errors import BudgetInfeasible
 from spillway.recording.recorder import fake_tensors
@@ -123,7 +124,7 @@ def _call(model: Blocks, x: Tensor) -> Call:
         return Call(engine, ((x,), {}), {})
 
 
-def _needs(call: Call) -> tuple[Bytes | None, ...]:
+def _needs(call: Call) -> tuple[needs.Rise | None, Bytes | None]:
     environment = Environment([], [])
     return needs.recomputing(call, environment), needs.least(call, environment)
 
@@ -191,14 +192,14 @@ def test_what_ops_are_remembered_to_make_changes_nothing_and_is_forgotten(monkey
 def test_gradients_are_not_given_up_on_trial_where_there_is_room_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
     model, ran = Blocks(), 0
     call = _call(model, torch.zeros(64, 32))._replace(gradients={"line.weight": model.line.weight.nbytes})
-    peak = needs._peak
+    peaks = needs._peaks
 
-    def counted(*args: Any, **kwargs: Any) -> Bytes | None:
+    def counted(*args: Any, **kwargs: Any) -> list[Tally]:
         nonlocal ran
         ran += 1
-        return peak(*args, **kwargs)
+        return peaks(*args, **kwargs)
 
-    monkeypatch.setattr(needs, "_peak", counted)
+    monkeypatch.setattr(needs, "_peaks", counted)
     least = needs.least(call, Environment([], []))
     assert ran == 2
     assert least is not None
