@@ -201,7 +201,7 @@ def _random_states(held: Callable[[list[Any]], None]) -> Iterator[None]:
             _rng_state, functions.get_rng_state = functions.get_rng_state, _heard_rng_state
         yield
     finally:
-        del _hearers[threading.get_ident()]
+        _hearers.pop(threading.get_ident(), None)
         if not _hearers and functions.get_rng_state is _heard_rng_state:
             functions.get_rng_state = _rng_state
 
