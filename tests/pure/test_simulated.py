@@ -113,10 +113,13 @@ def test_an_op_of_a_plan_and_a_copy_beside_ops_cost_more_of_python() -> None:
 
 
 def test_a_long_op_costs_more_of_python_than_a_short_one() -> None:
-    """`watch_root` times the square root of its seconds."""
-    device = replace(DEVICE, watch_root=0.5)
+    """`watch_root` times the square root of its seconds; and where a plan is followed, `follow_root` besides."""
+    roots = sum(sqrt(op.seconds or 0.0) for op in DEEP.ops)
+    device = replace(DEVICE, watch_root=0.5, follow_root=0.25)
     ran = simulate(DEEP, allowed=PEAK - LAYER, method=KeepAll(), device=device, steps=1)
-    assert ran.python_seconds == pytest.approx(sum(0.5 * sqrt(op.seconds or 0.0) for op in DEEP.ops))
+    assert ran.python_seconds == pytest.approx(0.5 * roots)
+    followed = simulate(DEEP, allowed=PEAK // 2, method=Window(), device=device)
+    assert followed.python_seconds == pytest.approx(0.75 * roots)
 
 
 def test_the_disk_is_a_lane_of_its_own_and_as_slow_as_the_device_says() -> None:

@@ -229,9 +229,10 @@ class Attention(NamedTuple):
 
     @classmethod
     def of(cls, device: Device, policy: AbstractPolicy) -> Attention:
-        op = device.watch_seconds + (device.follow_seconds if policy.follows else 0.0)
-        handling, question, beside = device.handling_seconds, device.question_seconds, device.beside_seconds
-        return cls(op, device.watch_root, handling, question, beside)
+        op, root = device.watch_seconds, device.watch_root
+        if policy.follows:
+            op, root = op + device.follow_seconds, root + device.follow_root
+        return cls(op, root, device.handling_seconds, device.question_seconds, device.beside_seconds)
 
     def around(self, op: Op) -> Seconds:
         return self.op + self.root * sqrt(op.seconds or 0.0)
