@@ -187,6 +187,35 @@ def test_random_programs_end_in_the_same_state_by_the_same_way(seed: int, monkey
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("name", ["window", "lms", "sqrt-n"])
+def test_steps_that_follow_a_plan_run_natively_and_move_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def trained() -> tuple[list[Any], list[Tensor], float]:
+        torch.manual_seed(0)
+        gc.collect()
+        model = nn.TransformerEncoderLayer(64, 2, 128, batch_first=True, dropout=0.0)
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+        batch, found = torch.rand(8, 32, 64), list[Any]()
+        with spillway.manage(model, optimizer, budget="1.34MiB", method=name) as memory:
+            for _ in range(5):
+                before = taken_natively(memory._engine)
+                with memory.step(batch):
+                    model(batch).sum().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                report, share = memory.history[-1], (taken_natively(memory._engine) - before) / memory._engine.ops
+                found.append((report.peak_bytes, report.moves, report.drops, report.bytes_out, report.bytes_in))
+            assert memory._plans._now.planned.diverged is None
+        return found, [parameter.detach().clone() for parameter in model.parameters()], share
+
+    natively, results, share = trained()
+    without_hook(monkeypatch)
+    usually, others, none = trained()
+    assert natively == usually
+    assert natively[-1][1] + natively[-1][2] > 0, natively
+    assert all(map(torch.equal, results, others))
+    assert share > 0.8 > none == 0
+
+
 # ------------------------------------------------------------------ what is unusual
 
 

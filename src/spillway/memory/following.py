@@ -29,10 +29,6 @@ class Following:
         present = [storage for storage in storages if storage.value is not None]
         self._grant(self._controller.policy.begin_step(self._controller.view, present))
 
-    def acts(self) -> bool:
-        """Whether the policy has to be asked before the next op, and after the last even if that created nothing."""
-        return self._controller.policy.acts(self._controller.clock - self._controller.first_op)
-
     def before_op(self) -> None:
         """Before the clock moves on; once more when the last op has run."""
         self._grant(self._controller.policy.before_op(self._controller.view, self.op))

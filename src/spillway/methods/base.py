@@ -217,6 +217,16 @@ class Absence(NamedTuple):
     end: int
 
 
+class Moments(NamedTuple):
+    """Ops of a step, by their numbers."""
+
+    before: frozenset[int]
+    after: frozenset[int]
+
+
+NEVER: Final = Moments(frozenset(), frozenset())
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
     """What a planner is given."""
@@ -313,14 +323,14 @@ class AbstractPolicy(ABC):
     def begin_step(self, view: MemoryView, present: Sequence[Candidate]) -> Generator[Proposal, bool, None]:
         """Yield what is to come and go before the step. `present` are all storages that there are.
 
-        This and the next three are asked of a policy that `follows`.
+        This and the next three are asked of a policy that `follows`, `moments` after it.
         """
         yield from ()
 
-    def acts(self, op: int) -> bool:
-        """Whether it proposes anything before op number `op`, or expects something of the op in front of it. Asked
-        around every op: be quick."""
-        return True
+    def moments(self) -> Moments | None:
+        """The ops of the step that has begun before which and after which it may propose anything, or expects
+        something; None if all are."""
+        return None
 
     def before_op(self, view: MemoryView, op: int) -> Generator[Proposal, bool, None]:
         """Yield what is to come and go before op number `op` of the step; once more after the last op."""
@@ -328,8 +338,7 @@ class AbstractPolicy(ABC):
 
     def after_op(self, view: MemoryView, op: int, created: Sequence[Candidate]) -> Generator[Proposal, bool, None]:
         """Yield what is to go as op number `op` of the step ends, before anything that dies with it does. It has
-        created these storages, in this order; what was first seen at this op is among them. Not asked if there are
-        none and it does not act before the next op."""
+        created these storages, in this order; what was first seen at this op is among them."""
         yield from ()
 
     def link(self, device: Device) -> Device:

@@ -35,6 +35,7 @@ from spillway.ir.account import account, comes_back
 from spillway.ir.lives import lives_of
 from spillway.ir.timeline import Kind
 from spillway.methods.base import (
+    NEVER,
     AbstractPlanner,
     AbstractPolicy,
     Begin,
@@ -43,6 +44,7 @@ from spillway.methods.base import (
     Drop,
     Fetch,
     MemoryView,
+    Moments,
     Move,
     Proposal,
     Restore,
@@ -102,8 +104,7 @@ class Planned(AbstractPolicy):
         self._copies: dict[int, list[Gap]] = {}
         self._fetches: dict[int, list[Gap]] = {}
         self._waits: dict[int, list[Gap]] = {}
-        self._busy: frozenset[int] = frozenset()
-        """Ops before which there is something to do, and those after which something is expected."""
+        self._moments = NEVER
         self._scheduled_for: tuple[Seconds, bool] | None = None
 
     @classmethod
@@ -132,9 +133,9 @@ class Planned(AbstractPolicy):
         if self.begin == "at op":
             yield from self._copy(view, 0)
 
-    def acts(self, op: int) -> bool:
-        """As the plan has it; nothing in a step that has turned out to be another."""
-        return op in self._busy and self.diverged is None
+    def moments(self) -> Moments:
+        """As the plan has it."""
+        return self._moments
 
     def before_op(self, view: MemoryView, op: int) -> Generator[Proposal, bool, None]:
         """Bring back what has to be there, then begin what takes long."""
@@ -212,8 +213,13 @@ class Planned(AbstractPolicy):
             else:
                 for gap, op in gaps.fetches(view, self.ahead):
                     self._fetches[op].append(gap)
-        creating = (op + 1 for op, created in enumerate(self._created) if created)
-        self._busy = frozenset((*self._copies, *self._fetches, *self._waits, *gaps.starting, *creating))
+        ending = [op - 1 for op in (*gaps.starting, *(self._copies if at_op else ()))]
+        leaving = {gaps.storage_of(gap) for gap in self.plan.gaps}
+        creating = (op for op, created in enumerate(self._created) if any(number in leaving for number, _ in created))
+        self._moments = Moments(
+            before=frozenset((*self._fetches, *self._waits, *(() if at_op else self._copies))),
+            after=frozenset((*ending, *creating)),
+        )
 
 
 @final
@@ -246,8 +252,8 @@ class SelfPlanned(AbstractPolicy):
         if self.planned is not None:
             yield from self.planned.begin_step(view, present)
 
-    def acts(self, op: int) -> bool:
-        return self.planned is not None and self.planned.acts(op)
+    def moments(self) -> Moments:
+        return NEVER if self.planned is None else self.planned.moments()
 
     def before_op(self, view: MemoryView, op: int) -> Generator[Proposal, bool, None]:
         if self.planned is not None:

@@ -68,6 +68,7 @@ constexpr std::size_t HOOKS = 64;  // at a time; whoever comes later goes the lo
 enum State { IDLE, BEGINS, RUNS, WENT_BEYOND, REFUSED };      // as in arena.cpp
 enum Cell { RESIDENT, STATE, UNWATCHED = 8 };                 // as there
 enum Absent { HERE, DROPPED, AWAY, GONE };                    // as in `memory/records.py`
+enum Moment { BEFORE = 1, AFTER = 2 };                        // as in `engines/tensors/followed.py`
 using Knows = int(void* memory, c10::StorageImpl* storage);   // `spillway_op_memory_knows` there
 enum class Kind { VIEW, READS, CREATES, WRITES, NORMALISES };
 
@@ -457,7 +458,18 @@ class Hook {
     plans_[op] = std::move(plan);
   }
   void forget() { plans_.clear(); }
-  void arm(bool recording) {
+  // `plan` is None or what is asked around some ops of the step: which, on which clock the first comes, and who.
+  void arm(bool recording, PyObject* plan) {
+    moments_.clear();
+    if (plan != Py_None) {
+      PyObject* const moments = PyTuple_GET_ITEM(plan, 0);
+      moments_.assign(PyBytes_AS_STRING(moments), static_cast<std::size_t>(PyBytes_GET_SIZE(moments)));
+      first_op_ = PyLong_AsLongLong(PyTuple_GET_ITEM(plan, 1));
+      followed_ = Ref::to(PyTuple_GET_ITEM(plan, 2));
+      before_op_ = Ref(PyObject_GetAttrString(followed_.get(), "before_op"));
+      after_op_ = Ref(PyObject_GetAttrString(followed_.get(), "after_op"));
+      newest_ = {reinterpret_cast<PyObject*>(Py_TYPE(followed_.get())), "newest"};
+    }
     const Ref turn(PyObject_GetAttrString(watcher_.get(), "turn"));  // another one in a forked child
     acquire_ = Ref(PyObject_GetAttrString(turn.get(), "acquire"));
     release_ = Ref(PyObject_GetAttrString(turn.get(), "release"));
@@ -473,7 +485,8 @@ class Hook {
   // For the garbage collector: whom it knows knows it.
   int visit(visitproc visit, void* arg) {
     for (const Ref* const known : {&watcher_, &table_, &interrupts_, &ledger_, &budget_, &acquire_, &release_, &died_,
-                                   &creations_, &expect_, &created_, &look_ahead_, &odd_}) {
+                                   &creations_, &expect_, &created_, &look_ahead_, &odd_, &followed_, &before_op_,
+                                   &after_op_}) {
       Py_VISIT(known->get());
     }
     for (const auto& plan : plans_) {
@@ -519,6 +532,12 @@ class Hook {
   Ref value_of(PyObject* storage, PyObject* nbytes);
   PyObject* overwrite(PyObject* storage);
   bool is_plain(const at::Tensor& tensor) const;
+  // Of the next op.
+  int moment() const {
+    if (moments_.empty()) return 0;
+    const std::int64_t number = ledger_at_.clock.number_of(ledger_.get()) - first_op_;
+    return number < static_cast<std::int64_t>(moments_.size()) ? moments_[static_cast<std::size_t>(number)] : 0;
+  }
   // `Reclaimer.expect` and `Reclaimer.created`, but for what they do when it is time to look.
   void expect(std::int64_t nbytes) {
     if (nbytes <= headroom_.number_of(creations_.get())) return;
@@ -534,6 +553,7 @@ class Hook {
   Ref watcher_, table_, interrupts_, ledger_, budget_, plain_, acquire_, release_;
   Ref storage_type_, value_type_, recipe_type_, watch_type_;
   Ref died_, deaths_, heard_, creations_, expect_, created_, look_ahead_, odd_;
+  Ref followed_, before_op_, after_op_;
   Ref zero_, gone_, empty_, first_;
   struct {
     Slot escaped, exposed, handle, held, key, kind, locks, nbytes, number, touched, value, written;
@@ -550,13 +570,14 @@ class Hook {
   struct {
     Slot watching, within;
   } watcher_at_;
-  Slot record_, headroom_;
+  Slot record_, headroom_, newest_;
   std::int64_t* cells_ = nullptr;
   bool limited_ = false;
   std::atomic<bool> armed_{false};
   bool recording_ = false, op_raised_ = false;
   bool small_ = false;  // whether the op takes next to no time
-  std::int64_t taken_ = 0;
+  std::int64_t taken_ = 0, first_op_ = 0;
+  std::string moments_;  // of every op of a step that follows a plan
   unsigned long thread_ = 0;
   bool elsewhere_ = false;  // whether ops came from another thread
   std::vector<std::shared_ptr<Plan>> plans_;
@@ -739,12 +760,20 @@ bool Hook::run(std::size_t place, const c10::OperatorHandle& op, DispatchKeySet 
   if (!turn.ours) return false;
   op_raised_ = false;
   small_ = plan->small;
+  const int moment = this->moment();
+  if ((moment & BEFORE) != 0) {  // asked again by the handlers it does nothing
+    const Ref done(PyObject_CallNoArgs(before_op_.get()));
+    if (PyList_GET_SIZE(interrupts_.get()) != 0) return false;
+  }
   try {
     const bool ran = plan->kind == Kind::CREATES      ? create(*plan, op, keys, stack)
                      : plan->kind == Kind::NORMALISES ? normalise(*plan, op, keys, stack)
                                                       : write(*plan, op, keys, stack);
-    if (ran) ++taken_;
-    return ran;
+    if (!ran) return false;
+    ++taken_;
+    if ((moment & AFTER) != 0) const Ref done(PyObject_CallNoArgs(after_op_.get()));
+    if (!moments_.empty()) newest_.put(followed_.get(), ledger_at_.next_number.of(ledger_.get()));
+    return true;
   } catch (const std::bad_alloc&) {
     if (op_raised_) throw;  // which is torch's own error
     PyErr_NoMemory();
@@ -1381,10 +1410,13 @@ void hook_dealloc(PyObject* self) {
   type->tp_free(self);
   Py_DECREF(type);
 }
-PyObject* hook_arm(PyObject* self, PyObject* recording) {
+PyObject* hook_arm(PyObject* self, PyObject* args) {
   BEGIN_CALL
+  int recording = 0;
+  PyObject* plan = nullptr;
+  if (PyArg_ParseTuple(args, "pO", &recording, &plan) == 0) return nullptr;
   if (Hook* const hook = object_of(self).hook; hook != nullptr) {
-    hook->arm(recording == Py_True);
+    hook->arm(recording != 0, plan);
     set_armed(self, true);
   }
   Py_RETURN_NONE;
@@ -1459,7 +1491,7 @@ PyObject* hook_taken(PyObject* self, void*) {
 }
 
 PyMethodDef hook_methods[] = {
-    {"arm", &hook_arm, METH_O, "From now on ops of watched threads are taken; whether recipes are written."},
+    {"arm", &hook_arm, METH_VARARGS, "From now on ops of watched threads are taken; whether recipes are written."},
     {"disarm", &hook_disarm, METH_NOARGS, "From now on none is."},
     {"teach", &hook_teach, METH_VARARGS, "What is known of an op; false if it does not arrive here."},
     {"survey", &hook_survey, METH_NOARGS, "Storages to be asked for their size, bytes of the others, how many escaped."},

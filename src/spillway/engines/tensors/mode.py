@@ -26,6 +26,7 @@ from spillway.engines.tensors.calls import (
     with_holes,
 )
 from spillway.engines.tensors.cpu_machine import tensors_of
+from spillway.engines.tensors.followed import HookedPlan
 from spillway.engines.tensors.handlers import Usual, handler_for
 from spillway.engines.tensors.lists import Elements
 from spillway.engines.tensors.native_hook import NativeHook, native_module
@@ -50,6 +51,7 @@ class Dispatch:
         """Of `_known`, with what stands around them in this step."""
         self._thread = 0
         self._around: Around | None = None
+        self._plan: HookedPlan | None = None
         self._watcher = Watcher(self._handlers, self._learn)
         self.native: NativeHook | None = None
 
@@ -96,9 +98,10 @@ class Dispatch:
             self.native.disarm()
         self._watcher.disarm()
 
-    def push(self, around: Around | None = None) -> None:
-        """Watch from here, through what `around` makes of the handlers."""
-        self._around, self._thread = around, threading.get_ident()
+    def push(self, around: Around | None = None, plan: HookedPlan | None = None) -> None:
+        """Watch from here, through what `around` makes of the handlers. Where `plan` is all of that, the native hook
+        does it too."""
+        self._around, self._plan, self._thread = around, plan, threading.get_ident()
         self.rearm()
         begin_eagerly(self._engine.note_eager)
         self._watcher.begin()
@@ -110,12 +113,12 @@ class Dispatch:
     def rearm(self) -> None:
         """What is wanted of handlers has changed: choose among them again."""
         self._handlers.clear()
-        if self.native is not None and self._around is None:
-            self.native.arm(recording=self._engine.recording)
+        if self.native is not None and (self._around is None or self._plan is not None):
+            self.native.arm(recording=self._engine.recording, plan=self._plan)
 
     def stand_alone(self) -> None:
         """Nothing stands around handlers from here on."""
-        self._around = None
+        self._around = self._plan = None
         self.rearm()
 
     def pop(self) -> None:
@@ -124,7 +127,7 @@ class Dispatch:
             self.native.disarm()
         self._watcher.end()
         end_eagerly(self._thread)
-        self._around = None
+        self._around = self._plan = None
         self._handlers.clear()
 
     def start_anew(self) -> None:

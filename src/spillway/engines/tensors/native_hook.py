@@ -17,6 +17,7 @@ from spillway.engines.environment import OpEnvironment, Settings
 from spillway.engines.tensors.abstract import AbstractTensorEngine, Hooked
 from spillway.engines.tensors.collectives import NAMESPACES
 from spillway.engines.tensors.cpu_machine import Watch
+from spillway.engines.tensors.followed import HookedPlan
 from spillway.engines.tensors.handlers import HANDED_OVER
 from spillway.engines.tensors.ops import KEPT_WITHIN, PLAIN_TENSORS, OpInfo
 from spillway.errors import NativeError
@@ -65,9 +66,9 @@ class NativeHook:
         elsewhere: bool = self._native.elsewhere
         return elsewhere
 
-    def arm(self, *, recording: bool) -> None:
-        """In a step that is watched, with recipes or without."""
-        self._native.arm(recording)
+    def arm(self, *, recording: bool, plan: HookedPlan | None) -> None:
+        """In a step that is watched, with recipes or without, and with what is asked around some of its ops."""
+        self._native.arm(recording, plan)
 
     def disarm(self) -> None:
         """Between steps, and where something stands around the handlers."""

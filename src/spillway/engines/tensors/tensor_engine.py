@@ -550,7 +550,9 @@ class TensorEngine(AbstractTensorEngine):
             self.unmanaged = 0
             self.history = StepHistory(self, record) if record is not None else None
             self.in_step = True
-            self._dispatch.push(self._around())
+            alone = self.history is None and self.recorded is None
+            hooked = self.following.hooked() if self.following is not None and alone else None
+            self._dispatch.push(self._around(), hooked)
             self.poll_flights()
         except BaseException:
             with contextlib.suppress(BudgetInfeasible, SpillFullError):
