@@ -20,9 +20,11 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 import spillway
+from spillway.engines.tensors.cpu_machine import CpuMachine
 from spillway.errors import BudgetInfeasible
 from spillway.ir import Plan, Step
 from spillway.methods import AbstractPlanner, Planned, Problem, Window
+from spillway.native.arena import Arena
 from spillway.recording.steps import record_step
 from spillway.session.planned_steps import MOST_RECORDINGS, SERVED
 from spillway.session.tensor_session import TensorSession
@@ -152,7 +154,8 @@ def test_the_bits_are_those_of_plain_pytorch_and_no_peak_is_above_the_budget(
 
 @pytest.mark.parametrize("share", SHARES)
 @pytest.mark.parametrize("name", SETTINGS)
-def test_what_is_moved_is_what_the_plan_moves(name: str, share: float) -> None:
+def test_what_is_moved_is_what_the_plan_moves(name: str, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Arena, "for_session", lambda: None)  # no plan knows what ops take for themselves
     found = trained(name, "window", int(plain(name)[2] * share))
     made = found.planned[-1]
     assert made is not None
@@ -164,6 +167,28 @@ def test_what_is_moved_is_what_the_plan_moves(name: str, share: float) -> None:
         assert 0.7 * out <= report.bytes_out <= out + batch  # what has not been written to leaves for nothing
         assert 0.7 * back <= report.bytes_in <= back + batch
     assert len({(report.bytes_out, report.bytes_in) for report in found.reports[4:]}) == 1
+
+
+def test_there_is_room_for_what_convolutions_take_for_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan does not know of it. Where there was none, results came out of the spill directory, page by page."""
+    brought: list[int] = []
+    bring = CpuMachine.bring_into_memory
+
+    def counting(machine: CpuMachine, *args: Any, **kwargs: Any) -> None:
+        brought[-1] += 1
+        bring(machine, *args, **kwargs)
+
+    monkeypatch.setattr(CpuMachine, "bring_into_memory", counting)
+    seed_everything(0)
+    setting, budget = SETTINGS["pictures"](), plain("pictures")[2] // 2
+    with spillway.manage(setting.model, setting.optimizer, budget=budget, method="window") as memory:
+        for x in setting.batches:
+            brought.append(0)
+            with memory.step(x):
+                train(setting, x)
+        assert followed(memory) is not None
+    assert sum(brought[-4:]) == 0, brought
+    assert max(report.peak_bytes for report in memory.history) <= budget
 
 
 @final
@@ -447,7 +472,10 @@ def test_a_step_without_a_batch_is_followed_whatever_the_user_keeps(keep: bool) 
 
 
 @pytest.mark.parametrize("numpy", [False, True])
-def test_what_nobody_may_move_is_set_aside_before_a_step_is_planned(numpy: bool) -> None:
+def test_what_nobody_may_move_is_set_aside_before_a_step_is_planned(
+    numpy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Arena, "for_session", lambda: None)  # no plan knows what ops take for themselves
     setting, memory = session("pictures")
     with memory:
         x = torch.from_numpy(setting.batches[0].numpy().copy()) if numpy else setting.batches[0]

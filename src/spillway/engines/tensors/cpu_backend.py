@@ -99,8 +99,7 @@ class CpuBackend(AbstractBackend):
             self._op_memory = self._machine.op_memory = OpMemory(self.tier.directory)
             self._machine.budget = engine.budget
             self.unwatched = self._op_memory
-            if not engine.controller.policy.follows:  # a plan says what leaves, and knows of nothing inside ops
-                self.workspaces = Workspaces(OpMeter(self._op_memory), frozenset(), required=False)
+            self.workspaces = Workspaces(OpMeter(self._op_memory), frozenset(), required=False)
         if self._arena is not None:
             self.hooked = Hooked(0 if self._op_memory is None else self._op_memory.address, self._around)
         if copies_beside:
