@@ -82,6 +82,16 @@ def test_bytes_on_a_law_are_exact_at_every_length(law: Callable[[int], int]) -> 
     assert [found.at((x,)) for x in range(1, 600)] == [law(x) for x in range(1, 600)]
 
 
+@pytest.mark.parametrize(
+    "law", [lambda x: 4096 * x, lambda x: 4096, lambda x: 512 * up(x, 8), lambda x: 96 * up(x, 4) * x, lambda x: x**5]
+)
+def test_an_empty_batch_is_a_size_like_others(law: Callable[[int], int]) -> None:
+    found = estimate({(x,): law(x) for x in (0, 8, 20, 33, 64, 77, 90, 101)})
+    assert [found.at((x,)) for x in (0, 8, 33, 101)] == [law(x) for x in (0, 8, 33, 101)]
+    assert found.at((50,)) >= law(8)
+    assert found.at((400,)) >= law(101)
+
+
 def t5(batch: int, encoder: int, decoder: int) -> int:
     return batch * (64 + 768 * encoder + 512 * decoder + 8 * encoder**2 + 12 * encoder * decoder + 4 * decoder**2)
 

@@ -111,9 +111,11 @@ def exact_law(sizes: Sequence[int], numbers: Sequence[int], quanta: Sequence[int
 
 
 def exact_laws(sizes: Sequence[int], numbers: Sequence[int], quanta: Sequence[int] = _ALL) -> Iterator[Law]:
-    """Every checked law of these quanta there is."""
+    """Every checked law of these quanta there is. At a size of 0, as of an empty batch, nothing is left beside a power
+    of the size: laws with one are not looked for then."""
+    shapes = _SHAPES if all(sizes) else [shape for shape in _SHAPES if not shape[1]]
     for quantum in quanta:
-        for up, power in _SHAPES if quantum > 1 else _SHAPES[:1]:
+        for up, power in shapes if quantum > 1 else _SHAPES[:1]:
             law = _law(sizes, numbers, Law(coefficients=(), quantum=quantum, up=up, power=power))
             if law is not None:
                 yield law

@@ -263,7 +263,8 @@ def _likely(sizes: Sequence[int], counted: Sequence[Bytes]) -> list[int]:
     places = numpy.concatenate([numpy.ceil(divided), numpy.floor(divided)])
     powers = (places / numpy.maximum(places.max(axis=1, keepdims=True), 1))[..., None] ** numpy.arange(HIGHEST + 1)
     basis = numpy.linalg.qr(powers)[0]
-    targets = wanted[:, None] / lengths[:, None] ** numpy.arange(3)  # what is left beside a power of the size
+    beside = numpy.arange(3 if lengths.all() else 1)  # powers of the size, of which 0 leaves nothing
+    targets = wanted[:, None] / lengths[:, None] ** beside
     targets /= numpy.maximum(numpy.abs(targets).max(axis=0), 1e-300)
     misses = numpy.abs(targets - basis @ (basis.transpose(0, 2, 1) @ targets)).max(axis=1).min(axis=1)
     near = misses.reshape(2, len(QUANTA)).min(axis=0) < NEAR
