@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import itertools
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import patch
@@ -309,6 +312,45 @@ def test_a_model_without_blocks_is_left_to_the_tensor_engine(told: bool, tmp_pat
     assert [*(loss.numpy().tobytes() for loss in losses), *training.state()] == bits  # type: ignore[arg-type]
     assert max(one.peak_bytes for one in memory.history) <= int(0.9 * needed)
     assert len(files.read_text().splitlines()) == 1 + len(training.batches), "both sessions write into one file"
+
+
+class Once(nn.Module):
+    """Parts that would be blocks, in a forward that cannot run a second time."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.calls, self.layers = how, itertools.count(), nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+        self.numbers = (number for number in self.calls)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).relu()
+            if self.how == "a generator":
+                next(self.numbers)
+            elif self.how == "modes" and torch._C._len_torch_dispatch_stack():
+                raise RuntimeError("This runs under no mode.")
+        return x
+
+
+@pytest.mark.parametrize("how", ["no blocks", "a generator", "modes"])
+def test_what_a_model_gives_back_in_which_no_blocks_were_found_is_held_by_nobody(how: str) -> None:
+    """It was there beside the account for as long as nobody collected garbage."""
+    model = nn.Bilinear(64, 64, 512) if how == "no blocks" else Once(how)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    gc.collect()
+    gc.disable()
+    try:
+        with spillway.manage(model, optimizer, budget="64MiB") as memory:
+            batch = torch.randn(128, 64)
+            with memory.step(batch):
+                output = model(batch, batch) if how == "no blocks" else model(batch)
+                output.square().mean().backward()
+                optimizer.step()
+            held = [weakref.ref(output), weakref.ref(batch)]
+            del output, batch
+            assert [one() for one in held] == [None, None]
+    finally:
+        gc.enable()
 
 
 def test_several_models_and_one_that_is_compiled_are_left_to_it_from_the_beginning(tmp_path: Any) -> None:

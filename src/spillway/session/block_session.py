@@ -513,6 +513,7 @@ class BlockSession(Session):
                     raise
                 failure = error  # its blocks cannot be had, as where another session has them
         if isinstance(failure, ModelError) and self._leaves_to_ops and not self._given_up:
+            failure = None  # which holds this frame, and so what the forward gives back
             running.page_from_here()
             output = forward(*args, **kwargs)  # which may have failed before, and then fails again
             self._finder.remove()
@@ -545,15 +546,18 @@ class BlockSession(Session):
             if by_signal(error) or (refused and not is_the_models(error)):
                 raise
             without_locals(error)
-            if not isinstance(error, Exception):
-                return [], error
-            failure = NoBlocksError(
-                f"The blocks of {type(self._model).__name__} cannot be found in a forward that runs once more: it "
-                f"ended in {type(error).__name__} ({error}); name them with blocks=BlockOptions(names=[...]).",
-                reason="the forward in which they are looked for failed",
-            )
-            failure.__cause__ = error
-            return [], failure
+            return [], self._unfound(error) if isinstance(error, Exception) else error
+
+    def _unfound(self, error: Exception) -> NoBlocksError:
+        """What the forward that was to find the blocks ended in. In the frame of whoever caught that, a name for it
+        would close a circle."""
+        failure = NoBlocksError(
+            f"The blocks of {type(self._model).__name__} cannot be found in a forward that runs once more: it "
+            f"ended in {type(error).__name__} ({error}); name them with blocks=BlockOptions(names=[...]).",
+            reason="the forward in which they are looked for failed",
+        )
+        failure.__cause__ = error
+        return failure
 
     def _optimizer_begins(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from spillway.engines.blocks.compiled_blocks import passes_by, uncompiled
 from spillway.engines.blocks.cuts import WORTH, Called, Cuts, names_of
-from spillway.engines.blocks.extra_forward import undone
+from spillway.engines.blocks.extra_forward import undone, without_locals
 from spillway.engines.blocks.functorch_hooks import Packing
 from spillway.engines.blocks.groups import Group, group_named
 from spillway.engines.blocks.homes import empty_witness
@@ -327,6 +327,7 @@ def find_blocks(
     except BackwardInside:
         return found(keeps=True)
     except CannotCopyError as error:
+        without_locals(error)
         reason = f"they cannot be looked for in a forward that runs once more, because {error}"
         raise NoBlocksError(
             f"The blocks of {type(model).__name__} cannot be found in a forward that runs once more, because {error}: "
