@@ -185,6 +185,8 @@ HELD: dict[str, tuple[Callable[[], Any], Callable[[Any], int]]] = {
     "generator inside": (lambda: enumerate(_generator()), _next),
     "bytearray": (lambda: bytearray(4), _bytes),
     "array": (lambda: array.array("i", [0, 0]), _bytes),
+    "view of bytes": (lambda: memoryview(bytearray(4)), _bytes),
+    "view of an array": (lambda: memoryview(numpy.zeros(4, dtype=numpy.int32))[2:], _bytes),
     "counter": (collections.Counter, _counter),
     "default dict": (lambda: collections.defaultdict(itertools.count(1).__next__),
                      lambda part: part.held[part.turn] + len(part.held)),
@@ -251,7 +253,7 @@ def _told(held: Any) -> Any:
         return held.state
     if isinstance(held, dict) and "stream" in held:
         return _told(held["stream"])
-    if isinstance(held, list | tuple | numpy.ndarray):
+    if isinstance(held, list | tuple | numpy.ndarray | memoryview):
         return [_told(one) for one in held]
     if callable(held):
         return ""

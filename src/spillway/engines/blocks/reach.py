@@ -241,6 +241,8 @@ class Reach:
             self._entries.append(
                 _Entry(lambda: thing, thing[:], functools.partial(operator.setitem, thing, slice(None)), operator.eq)
             )
+        elif isinstance(thing, memoryview):
+            self._next.append(thing.obj)
         elif isinstance(thing, weakref.ReferenceType):
             self._next.append(thing())
         elif isinstance(thing, _WEAK):
