@@ -35,43 +35,27 @@ class Forward:
     """For groups in use, there and on their way; what is in use may pass it alone."""
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class Fetched:
-    """What became of it."""
-
-    stall_seconds: Seconds
-    """Compute waited for so long."""
-    hits: int
-    """Visits whose group was there or on its way."""
-    wasted: int
-    """Groups that came in ahead and were not used."""
-
-
 def on_demand(visit: int) -> Sequence[Group]:
     """Nothing is foreseen."""
     return ()
 
 
-def fetched(forward: Forward, foresees: Foresees) -> Fetched:
-    """Run the forward with that foresight.
+def stalls(forward: Forward, foresees: Foresees) -> Seconds:
+    """For how long compute waits in the forward with that foresight.
 
     While a visit computes, the lane brings what is foreseen next and is not there. What leaves for it is what is not
     foreseen and was used longest ago, then what is foreseen last; what is foreseen before it stays.
     """
     copying, present = forward.copying, _Present(forward)
     now = lane = stalled = 0.0
-    hits = 0
     for number, (group, seconds) in enumerate(zip(forward.visits, forward.seconds, strict=True)):
         ahead = foresees(number)
         if group in present.ready:
-            hits += 1
             there = present.ready.pop(group)
         else:
             present.make_room(group, ahead, {group})
             lane = there = max(now, lane) + copying[group]
         present.ready[group] = there  # behind all that was used before
-        present.unused.discard(group)
         stalled += max(there - now, 0.0)
         now = max(there, now)
         end = now + seconds
@@ -86,10 +70,9 @@ def fetched(forward: Forward, foresees: Foresees) -> Fetched:
                     break
                 lane += copying[following]
                 present.ready[following] = lane
-                present.unused.add(following)
             before.add(following)
         now = end
-    return Fetched(stalled, hits, present.wasted + len(present.unused))
+    return stalled
 
 
 @final
@@ -99,10 +82,6 @@ class _Present:
     def __init__(self, forward: Forward) -> None:
         self.ready: dict[Group, Seconds] = {}
         """When each is there."""
-        self.unused: set[Group] = set()
-        """Those that came in ahead and were not used since."""
-        self.wasted = 0
-        """Those of them that left."""
         self._nbytes, self._room = forward.nbytes, forward.room
         self._filled = 0
 
@@ -124,8 +103,6 @@ class _Present:
                 return False
         for one in leaving:
             del self.ready[one]
-            self.wasted += one in self.unused
-            self.unused.discard(one)
             self._filled -= nbytes[one]
         self._filled += nbytes[group]
         return True

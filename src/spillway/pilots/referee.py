@@ -18,7 +18,7 @@ from spillway.ir.step import Op, Phase
 from spillway.pilots.architecture import Architecture
 from spillway.pilots.paths import Sample
 from spillway.pilots.pilot import AbstractPilot, Foresight
-from spillway.pilots.prefetching import Fetched, Forward, fetched, on_demand
+from spillway.pilots.prefetching import Forward, on_demand, stalls
 from spillway.pilots.program import Group, Program, Uses
 from spillway.units import Bytes, Seconds
 
@@ -157,9 +157,9 @@ class Referee:
         self.program.follow()
         acting = self.acting
         forward, ranks = self._forward(sample, seconds)
-        demanded = fetched(forward, on_demand).stall_seconds
-        known = self._run(forward, ranks, [(0, self.program.uses_of(sample.path))]).stall_seconds
-        stalls = demanded
+        demanded = stalls(forward, on_demand)
+        known = self._run(forward, ranks, [(0, self.program.uses_of(sample.path))])
+        stalled = demanded
         bits = self.program.bits(sample.path) > 0.5
         self.record.on_demand_seconds += demanded
         self.record.known_seconds += known
@@ -169,7 +169,7 @@ class Referee:
         for pilot in self.pilots:
             foreseen = self._foresights(pilot, sample)
             moments = [(at, foresight.uses(self.program)) for at, foresight in foreseen]
-            found = self._run(forward, ranks, moments).stall_seconds
+            found = self._run(forward, ranks, moments)
             expected = foreseen[0][1].probabilities > 0.5
             wrong = int((np.pad(expected, (0, max(len(bits) - len(expected), 0)))[: len(bits)] != bits).sum())
             standing = self.standings[pilot.name]
@@ -179,10 +179,10 @@ class Referee:
             standing.exact += not wrong
             standing.recent += (1 - DECAY) * (not wrong)
             if pilot is acting:
-                stalls = found
+                stalled = found
                 standing.acted += 1
                 self._note(sample, pilot, wrong, found - known)
-        self.record.stall_seconds += stalls
+        self.record.stall_seconds += stalled
         for pilot in self.pilots:
             pilot.learn(sample)
 
@@ -216,8 +216,8 @@ class Referee:
         self._ops = visits.ops
         return forward, list(program.uses_of(sample.path)[0])
 
-    def _run(self, forward: Forward, ranks: Sequence[int], moments: Sequence[tuple[int, Uses]]) -> Fetched:
-        """The forward with what was foreseen at those ops."""
+    def _run(self, forward: Forward, ranks: Sequence[int], moments: Sequence[tuple[int, Uses]]) -> Seconds:
+        """For how long the forward waits with what was foreseen at those ops."""
         ops, at = self._ops, 0
 
         def ahead(visit: int) -> Sequence[Group]:
@@ -227,4 +227,4 @@ class Referee:
             places, groups = moments[at][1]
             return groups[bisect_left(places, ranks[visit]) :]
 
-        return fetched(forward, ahead)
+        return stalls(forward, ahead)
