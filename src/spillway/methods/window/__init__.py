@@ -74,22 +74,14 @@ ROUNDS: Final = 4
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """What the window does in a step. Its counts are those of the three rules, before copies in were moved ahead."""
+    """What the window does in a step."""
 
     gaps: tuple[Gap, ...]
     """When bytes are gone: from where a copy out was waited for to where a copy in begins."""
-    swapped_in: int
-    """Copies in."""
-    waited: int
-    """Copies out that were waited for."""
-    cancelled: int
-    """Copies out that never began, as what left the window came into it again."""
-    precleared: int
-    """Storages that went without being read again."""
     restarts: int
     """How often backtracking made the schedule anew."""
     window: tuple[WindowAt, ...]
-    """The same, op by op, in bytes."""
+    """The bytes of the three rules op by op, before copies in were moved ahead."""
 
 
 @final
@@ -303,7 +295,6 @@ class _Made:
         self._gone = [-1] * storages  # where the gap began that is open; -1 if none is
         self._gaps: list[Gone] = []
         self._dead = [False] * storages  # nobody reads it before it is written or dies
-        self._swapped_in = self._waited = self._cancelled = self._precleared = 0
         ops = len(row.ops)
         self._until = [0] * ops
         # Bytes, op by op.
@@ -333,21 +324,14 @@ class _Made:
         """Gaps of values, from those of storages."""
         step, sizes = self._row.step, self._row.sizes
         gaps = _of_values(step, self._gaps) if issue == "at op" else earlier(step, sizes, self._gaps, allowed)
-        return Schedule(
-            gaps=tuple(gaps), swapped_in=self._swapped_in, waited=self._waited,
-            cancelled=self._cancelled, precleared=self._precleared, restarts=self._restarts,
-            window=self._slid(),
-        )  # fmt: skip
-
-    def _slid(self) -> tuple[WindowAt, ...]:
-        """What happened, op by op."""
         ops, places = self._row.ops, len(self._row.accesses)
         until = (len(ops) if head >= places else bisect_right(ops, head) - 1 for head in self._until)
         rows = zip(until, self._in_at, self._cancelled_at, self._waited_at, self._precleared_at, strict=True)
-        return tuple(
+        window = tuple(
             WindowAt(until=until, swapped_in=into, cancelled=cancelled, waited=waited, precleared=precleared)
             for until, into, cancelled, waited, precleared in rows
         )
+        return Schedule(gaps=tuple(gaps), restarts=self._restarts, window=window)
 
     # ------------------------------------------------------------------ rule 1
 
@@ -363,12 +347,10 @@ class _Made:
                     states[storage] = _State.IN
                     self._out -= nbytes
                     self._in += nbytes
-                    self._cancelled += 1
                     self._cancelled_at[op] += nbytes
                 elif reads:
                     self._make_room(nbytes, op)
                     self._in += nbytes
-                    self._swapped_in += 1
                     self._in_at[op] += nbytes
                     self._comes(storage, op, read=True)
                 else:
@@ -450,8 +432,6 @@ class _Made:
         """Out of memory, before the op."""
         self._states[storage] = _State.AWAY
         self._gone[storage] = op
-        self._precleared += self._dead[storage]
-        self._waited += not self._dead[storage]
         told = self._precleared_at if self._dead[storage] else self._waited_at
         told[min(op, len(told) - 1)] += self._row.sizes[storage]
         if not op:
