@@ -8,8 +8,9 @@ op `k`, or were deaths right after it. Events numbered `ops` happened after the 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
+from operator import attrgetter
 from typing import Annotated, Any, Final, final
 
 from spillway.ir.reading import read_fields
@@ -212,17 +213,11 @@ class Timeline:
         `[lane, work, began, ended, op, name, storage, bytes, stalled]`, times in seconds; and a row
         `[until, bytes swapped in, cancelled, waited for, precleared]` per op, if a window planned the step; and
         `[storage, name, op, module, line]` for every storage whose origin is known."""
-        window = [[at.until, at.swapped_in, at.cancelled, at.waited, at.precleared] for at in self.window]
-        return {
-            "step": self.step,
-            "allowed": self.allowed,
-            "ops": self.ops,
-            "storages": [[line.storage, line.kind.value, line.nbytes, line.present_at_start] for line in self.storages],
-            "events": [[event.op, event.storage, event.change.value] for event in self.events],
-            "spans": [_span_row(span) for span in self.spans],
-            **({"window": window} if window else {}),
-            **({"origins": [list(astuple(origin)) for origin in self.origins]} if self.origins else {}),
-        }
+        said = {"storages": self.storages, "events": self.events, "spans": self.spans}
+        told = {"window": self.window, "origins": self.origins}
+        rows = said | {name: records for name, records in told.items() if records}
+        listed = {name: [_row(record) for record in records] for name, records in rows.items()}
+        return {"step": self.step, "allowed": self.allowed, "ops": self.ops, **listed}
 
     @classmethod
     def from_json(cls, data: object) -> Timeline:
@@ -289,6 +284,6 @@ def _apply(event: Event, nbytes: Bytes, present: set[int]) -> Bytes:
     return -nbytes if was_present else 0
 
 
-def _span_row(span: Span) -> list[Any]:
-    row = [span.lane.value, span.work.value, span.began, span.ended, span.op]
-    return [*row, span.name, span.storage, span.nbytes, span.stalled]
+def _row(record: Any) -> list[Any]:
+    """Its fields in order, those of an enumeration as text."""
+    return [str(one) if isinstance(one, StrEnum) else one for one in attrgetter(*record.__slots__)(record)]
