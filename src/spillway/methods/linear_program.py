@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from math import inf
-from typing import Any, final
+from typing import Any, Final, final
 
 from spillway.errors import UsageError
+
+OPTIMAL, LIMIT, INFEASIBLE = 0, 1, 2
+"""What SciPy's `milp` says of what it found."""
+
+GAP: Final = 1e-4
+"""Share of the cost by which what counts as optimal may miss the optimum."""
 
 
 @final

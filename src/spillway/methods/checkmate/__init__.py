@@ -48,8 +48,8 @@ from spillway.methods.checkmate.cut import Cut, cuts
 from spillway.methods.checkmate.draft import Draft
 from spillway.methods.checkmate.gaps import gaps_of, without_idle_ends
 from spillway.methods.checkmate.graph import graph_of
-from spillway.methods.checkmate.milp import GAP, INFEASIBLE, OPTIMAL, Program
-from spillway.methods.linear_program import load_solver
+from spillway.methods.checkmate.milp import Program
+from spillway.methods.linear_program import GAP, INFEASIBLE, OPTIMAL, load_solver
 from spillway.units import Bytes, Seconds, format_seconds
 
 TIGHTENED: Final = 6

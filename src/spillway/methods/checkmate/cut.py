@@ -39,7 +39,7 @@ from spillway.errors import BudgetInfeasible
 from spillway.ir import Step
 from spillway.ir.lives import Life
 from spillway.ir.step import ValueId
-from spillway.methods.linear_program import LinearProgram
+from spillway.methods.linear_program import GAP, INFEASIBLE, LinearProgram
 from spillway.units import Bytes, Seconds
 
 RELAXED: Final = 24
@@ -50,12 +50,6 @@ EXACT: Final = 3
 
 NODES: Final = 2_000
 """Nodes of the search for an optimum; what was proven until then is a bound all the same."""
-
-GAP: Final = 1e-4
-"""Share of the time by which it may miss the optimum."""
-
-INFEASIBLE: Final = 2
-"""What SciPy's `milp` says where there is no solution."""
 
 
 @final

@@ -14,17 +14,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import inf
-from typing import Any, Final, final
+from typing import Any, final
 
 from spillway.methods.checkmate.graph import Graph
-from spillway.methods.linear_program import LinearProgram
+from spillway.methods.linear_program import GAP, INFEASIBLE, LIMIT, OPTIMAL, LinearProgram
 from spillway.units import Bytes, Seconds
-
-OPTIMAL, LIMIT, INFEASIBLE = 0, 1, 2
-"""What SciPy's `milp` says."""
-
-GAP: Final = 1e-4
-"""Share of the time by which a plan that counts as optimal may miss the optimum."""
 
 Terms = list[tuple[int, float]]
 """Variables with their coefficients."""
