@@ -18,7 +18,7 @@ from benchmarks.record import Benchmark, Check, Result, Row, Tell, frozen
 from papers.mimose.lab import Taken, blocks_at, build, counted_at
 from spillway.methods.by_block import BlockSample, StepSample
 from spillway.methods.mimose import Options
-from spillway.methods.mimose.planning import AbstractPlanning, PublishedPlanning, SimulatedPlanning
+from spillway.methods.mimose.planning import PublishedPlanning, SimulatedPlanning
 from spillway.units import Bytes, Seconds
 
 # ---------------------------------------------------------------------- what could estimate
@@ -42,7 +42,9 @@ EXACT: Final = (OURS, PUBLISHED, "cubic")
 """Without an error here: bytes are counted, and follow a quadratic."""
 
 
-def planned(kind: Callable[[Options], AbstractPlanning], options: Options, samples: Samples) -> Predict:
+def planned(
+    kind: Callable[[Options], PublishedPlanning | SimulatedPlanning], options: Options, samples: Samples
+) -> Predict:
     """As a training does that plans so: the samples of each step are handed over, then all is learned at once."""
     planning = kind(options)
     for size, counted in samples.items():

@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spillway.methods.by_block import InputSize
-from spillway.methods.mimose.estimator import MANY, SEVERAL, Estimate, Estimates, Laws
-from spillway.methods.mimose.exact import LARGEST, Parabola, Parabolas
+from spillway.methods.mimose.estimator import SEVERAL, Estimate, Estimates, Laws
 from spillway.units import Bytes
 
 SIZES = (31, 47, 60, 88, 101, 150)
@@ -36,7 +35,7 @@ def on_a_law(square: int, linear: int, constant: int, over: int = 1) -> dict[Inp
 
 
 def test_many_blocks_on_laws_of_their_own_with_fractions_windows_and_some_that_share_one() -> None:
-    laws = [on_a_law(4 * block, 1000 + block, 17) for block in range(MANY)]
+    laws = [on_a_law(4 * block, 1000 + block, 17) for block in range(32)]
     halves: list[dict[InputSize, Bytes]] = [{(x,): x * (x + 1) // 2 + block for x in SIZES} for block in range(3)]
     windows: dict[InputSize, Bytes] = {(x,): 500 * (-(-x // 7)) ** 2 for x in (30, 44, 60, 88, 101, 150, 171)}
     asked = estimates([*laws, windows, *halves, laws[3], windows])
@@ -70,12 +69,3 @@ def test_sizes_of_two_numbers(batched: bool) -> None:
         for block in range(SEVERAL + 1)
     ]
     assert_as_alone(estimates(samples, batched=batched), [(2, 30), (4, 100), (9, 9)])
-
-
-def test_numbers_that_64_bits_do_not_hold_are_worked_out_one_by_one() -> None:
-    laws = [Parabola(LARGEST // 100, 3, number, 1) for number in range(3)]
-    assert Parabolas(laws).at((9,)) == [law((9,)) for law in laws]
-    assert Parabolas(laws).at((100,)) == [law((100,)) for law in laws]
-    beyond = [Parabola(1, -(2**70), 5, 7)]
-    assert Parabolas(beyond).at((3,)) == [beyond[0]((3,))] == [0]
-    assert Parabolas([Parabola(0, 0, -5, 1), Parabola(1, 0, 1, 2)]).at((2,)) == [0, 3]

@@ -29,8 +29,6 @@ from spillway.methods.mimose.exact import (
     DEGREE,
     Answering,
     BytesAt,
-    Parabola,
-    Parabolas,
     exact_polynomial,
     features_of,
     monomials,
@@ -42,8 +40,6 @@ LOOKED_FOR: Final = 12
 
 SEVERAL: Final = 8
 """Of so many fits on, arrays of numbers are faster than one after the other."""
-MANY: Final = 32
-"""And of so many laws."""
 
 _Array: TypeAlias = NDArray[Any]
 _Ask: TypeAlias = Callable[[InputSize], list[Bytes]]
@@ -255,7 +251,7 @@ class Estimates:
     """Estimates of all blocks asked at once, with the answers that each would give alone.
 
     Planning asks for the bytes of every block at a size that it has not seen, and blocks have much in common: the same
-    samples, or laws of the same form. What these tell is that of now: they may take no more samples.
+    samples, or samples of the same sizes. What these tell is that of now: they may take no more samples.
 
     Arguments:
         estimates: Of sizes of the same dimensions.
@@ -291,20 +287,14 @@ def _grouped(estimates: Sequence[Estimate]) -> Iterator[tuple[list[int], _Ask]]:
         kinds.setdefault(_kind(estimate), []).append(number)
     for kind, group in kinds.items():
         members = [estimates[number] for number in group]
-        laws = [law for law in (one.law() for one in members) if isinstance(law, Parabola)]
-        if kind is None or len(group) < (MANY if laws else SEVERAL):
-            yield group, partial(_each, [_alone(one) for one in members])
-        else:
-            yield group, Parabolas(laws).at if laws else _Fits(members).at
+        together = kind is not None and len(group) >= SEVERAL
+        yield group, _Fits(members).at if together else partial(_each, [_alone(one) for one in members])
 
 
 def _kind(estimate: Estimate) -> object:
     """What those have in common that can be asked together; None if nothing."""
-    law = estimate.law()
-    if isinstance(law, Parabola):
-        return Parabola
     sizes = tuple(estimate.measured)
-    return sizes if law is None and len(sizes[0]) == 1 and not estimate.batched else None
+    return sizes if estimate.law() is None and len(sizes[0]) == 1 and not estimate.batched else None
 
 
 def _alone(estimate: Estimate) -> Callable[[InputSize], Bytes]:

@@ -24,9 +24,6 @@ from spillway.units import Bytes
 BytesAt: TypeAlias = Callable[[InputSize], Bytes | None]
 """Bytes at a size; None where the samples do not settle them."""
 
-LARGEST: Final = 2**62
-"""Whole numbers of 64 bits are below twice that."""
-
 STRIDES: Final = (1, 2, 4, 8, 16, 32, 64)
 """What sizes are divided by where two kinds of windows are looked for: the strides of stages."""
 TIMES: Final = (2, 7, 8, 12, 14, 16)
@@ -74,28 +71,6 @@ class Parabola:
         length = size[0]
         value = -(-((self.square * length + self.linear) * length + self.constant) // self.denominator)
         return value if value > 0 else 0
-
-
-@final
-class Parabolas:
-    """Several of them, asked at once, exact in whole numbers of 64 bits."""
-
-    def __init__(self, laws: Sequence[Parabola]) -> None:
-        self._laws = laws
-        rows = [(law.square, law.linear, law.constant, law.denominator) for law in laws]
-        self._most = [max(map(abs, column)) for column in zip(*rows, strict=True)]
-        self._rows = numpy.array(rows if max(self._most) < LARGEST else [(0, 0, 0, 1)] * len(rows)).T
-
-    def at(self, size: InputSize) -> list[Bytes]:
-        length, (square, linear, constant, denominator) = size[0], self._most
-        if (square * length + linear) * length + max(constant, denominator) >= LARGEST:
-            return [law(size) for law in self._laws]
-        rows = self._rows
-        values = (rows[0] * length + rows[1]) * length + rows[2]
-        if denominator > 1:
-            values = -(-values // rows[3])
-        found: list[Bytes] = numpy.maximum(values, 0).tolist()
-        return found
 
 
 @final

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -33,35 +32,8 @@ REMEMBERED: Final = 1024
 """Sizes whose blocks' bytes and seconds are."""
 
 
-class AbstractPlanning(ABC):
-    """Learns from samples and makes plans."""
-
-    @abstractmethod
-    def observe(self, step: StepSample, blocks: Sequence[BlockSample], *, whole: bool) -> bool:
-        """Take what a step measured; `whole` says whether it is a sample of the whole model. Returns whether plans that
-        were made before are out of date."""
-
-    @abstractmethod
-    def plan(self, size: InputSize, available: Bytes) -> BlockPlan:
-        """A plan for this size. Raises ValueError before there is a sample of every block and of the whole model."""
-
-    @abstractmethod
-    def nbytes(self, block: int, size: InputSize) -> Bytes:
-        """What a block is expected to save at this size."""
-
-    @property
-    @abstractmethod
-    def ready(self) -> bool:
-        """Whether there are samples enough for a plan."""
-
-    @property
-    @abstractmethod
-    def settled(self) -> bool:
-        """Whether more samples of blocks would say nothing new."""
-
-
 @final
-class PublishedPlanning(AbstractPlanning):
+class PublishedPlanning:
     """The paper's: a quadratic per block and one for the whole model, and Algorithm 1 on what that one is over.
 
     With `Options.exact_bytes` laws take the place of the blocks' quadratics where there are any.
@@ -74,7 +46,8 @@ class PublishedPlanning(AbstractPlanning):
         self._learned: _Learned | None = None
 
     def observe(self, step: StepSample, blocks: Sequence[BlockSample], *, whole: bool) -> bool:
-        """Append. Without recomputing, the step would have needed what that saved on top (public code)."""
+        """Take what a step measured; `whole` says whether it is a sample of the whole model. Without recomputing, the
+        step would have needed what that saved on top (public code). Returns whether plans are out of date."""
         for sample in blocks:
             self._blocks.setdefault(sample.block, []).append(sample)
         saved = {sample.block: sample.nbytes for sample in blocks}
@@ -85,6 +58,7 @@ class PublishedPlanning(AbstractPlanning):
 
     @property
     def ready(self) -> bool:
+        """Whether there are samples enough for a plan."""
         return bool(self._whole) and sorted(self._blocks) == list(range(len(self._blocks)))
 
     @property
@@ -103,7 +77,7 @@ class PublishedPlanning(AbstractPlanning):
         return max(round(fit.at(size)), 0)
 
     def plan(self, size: InputSize, available: Bytes) -> BlockPlan:
-        """Algorithm 1 as `Options.reading` has it."""
+        """Algorithm 1 as `Options.reading` has it. Raises ValueError before there is a sample of the whole model."""
         learned, reading = self._learn(), self.options.reading
         nbytes = [learned.nbytes(block, size) for block in range(len(learned.fits))]
         whole = self.whole(size) if reading.excess == "whole-model" else sum(nbytes)
@@ -158,7 +132,7 @@ def _law(samples: Sequence[BlockSample], known: Laws, *, batched: bool) -> Bytes
 
 
 @final
-class SimulatedPlanning(AbstractPlanning):
+class SimulatedPlanning:
     """Spillway's: estimates that are exact or err upwards, and the cheaper of two plans that hold by `simulate`.
 
     One is Algorithm 1's selection, the other `holding`'s. Blocks that only some steps call are planned as if every step
@@ -186,7 +160,8 @@ class SimulatedPlanning(AbstractPlanning):
     # ------------------------------------------------------------------ learning
 
     def observe(self, step: StepSample, blocks: Sequence[BlockSample], *, whole: bool) -> bool:
-        """Take samples of blocks first, so that what the step needed beside them is known better."""
+        """As of `PublishedPlanning`; samples of blocks first, so that what the step needed beside them is known
+        better."""
         changed = [self._take(sample) for sample in blocks]
         if whole and self._saved and all(one.measured for one in self._saved):
             changed.append(self._learn_rest(step, blocks))
