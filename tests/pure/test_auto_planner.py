@@ -19,7 +19,7 @@ from spillway.methods.auto.block_problem import BlockProblem
 from spillway.methods.auto.choosing import Effort, floor, plan
 from spillway.methods.auto.fill import Filler
 from spillway.methods.auto.menus import Menus
-from spillway.methods.auto.rules import by_kind, rules, sentences
+from spillway.methods.auto.rules import rules, sentences
 from spillway.methods.auto.search import improve
 from spillway.methods.auto.simulate import Clock, simulate
 from spillway.methods.by_block import BlockSample, Forecast, StepSample
@@ -191,11 +191,6 @@ def test_phi_is_what_the_link_carries_in_a_forward_over_what_is_moved() -> None:
 def test_sentences_say_what_became_of_each_kind_and_why() -> None:
     problem = uniform(6, available=520)
     planned = plan(problem)
-    (layers, head) = by_kind(problem, planned)
-    assert (layers.blocks, layers.chosen, layers.freed, layers.moved) == (
-        6, {Action.OFFLOAD: 1, Action.KEEP: 5}, 100, 100
-    )  # fmt: skip
-    assert head.sentence() == "1 x kind 1: kept."
     assert sentences(problem, planned, {0: "Layer"}) == (
         "6 x Layer: 1 offload, 5 keep; 100 B fewer in memory, 100 B moved, 0.0 us of compute more. Offload has phi "
         "1.00 at 100 B a block: every block's copies hide behind compute.",

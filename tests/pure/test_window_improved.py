@@ -15,7 +15,8 @@ from spillway.errors import BudgetInfeasible, PlanRejected, UsageError
 from spillway.ir import Gap, Host, Kind, Phase, Plan, Recompute, Step, verify
 from spillway.ir.lives import lives_of
 from spillway.methods import AbstractPlanner, ImprovedWindow, Problem, Window, absent_bytes
-from spillway.methods.absent_bytes import Interval, fewest_bytes, waited_late
+from spillway.methods.absent_bytes import fewest_bytes, waited_late
+from spillway.methods.base import Absence
 from spillway.methods.plan_clock import PlanClock
 from spillway.methods.window import improved
 from spillway.simulation.simulated_engine import simulate
@@ -121,7 +122,7 @@ def used(step: Step, op: int) -> set[int]:
 # ---------------------------------------------------------------------- what the program chooses
 
 
-def fewest(step: Step, allowed: Bytes) -> tuple[dict[tuple[Interval, ...], float], float]:
+def fewest(step: Step, allowed: Bytes) -> tuple[dict[tuple[Absence, ...], float], float]:
     return fewest_bytes(step, lives_of(step), allowed, [one.nbytes for one in step.storages], 1)
 
 
@@ -151,7 +152,7 @@ def test_what_a_step_begins_without_the_step_before_has_ended_without() -> None:
 
 def test_out_is_waited_for_when_bytes_are_wanted_the_oldest_first() -> None:
     step = linear_step(6)
-    gone = [Interval(0, 1, 12), Interval(1, 2, 11), Interval(2, 3, 10)]
+    gone = [Absence(0, 1, 12), Absence(1, 2, 11), Absence(2, 3, 10)]
     sizes = [one.nbytes for one in step.storages]
     there = absent_bytes.during(step, gone, sizes)
     assert waited_late(step, gone, there, 8 * UNIT, sizes) == [(2, 9, 10), (1, 10, 11), (0, 11, 12)]

@@ -26,6 +26,11 @@ class Account:
     """Bytes before every op, and after the last, where something is replayed there; elsewhere 0."""
 
     @property
+    def levels(self) -> list[Bytes]:
+        """The most bytes around every op, and after the last: before it or during it."""
+        return list(map(max, zip((*self.during, 0), self.before, strict=True)))
+
+    @property
     def peak(self) -> Bytes:
         """The most bytes at any moment."""
         return max((*self.during, *self.before), default=0)

@@ -95,6 +95,11 @@ class MicroBatch:
     end: int
     """One more than the last op of its backward."""
 
+    def start(self, step: Step) -> Bytes:
+        """Bytes that are there when its forward begins."""
+        begun = (one for one in step.storages if one.present_at_start or one.alive_from < self.begin)
+        return sum(one.nbytes for one in begun if one.alive_until > self.begin)
+
 
 def micro_batches(step: Step, calls: Sequence[BlockCall]) -> Iterator[MicroBatch]:
     """The micro-batches of a step in their order. A call belongs to the next one if it begins when the backward has

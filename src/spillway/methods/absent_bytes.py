@@ -32,12 +32,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import inf
-from typing import Final, NamedTuple, TypeAlias, final
+from typing import Final, TypeAlias, final
 
 from spillway.costs.device import Device
 from spillway.ir import Recompute, Step
 from spillway.ir.lives import Life, idle_intervals
 from spillway.ir.step import StorageId, ValueId
+from spillway.methods.base import Absence
 from spillway.methods.linear_program import LinearProgram
 from spillway.units import Bytes, Seconds
 
@@ -46,14 +47,6 @@ UNIT: Final = 1e9
 
 TIE: Final = 1e-3
 """What a byte of the shortest interval costs more than one of an interval as long as the step."""
-
-
-class Interval(NamedTuple):
-    """Ops, half-open, during which nothing creates or reads a value."""
-
-    value: ValueId
-    start: int
-    end: int
 
 
 @final
@@ -73,20 +66,20 @@ class Replay:
     """What they take."""
 
 
-Together: TypeAlias = tuple[Interval, ...]
+Together: TypeAlias = tuple[Absence, ...]
 """One interval; or two that are gone together: what a step begins without, the step before has ended without."""
 
 
 def idle(step: Step, lives: Sequence[Life], smallest: Bytes) -> list[Together]:
     """The longest intervals of every value that is large enough to leave."""
-    found, ends, ops = list[Together](), dict[StorageId, Interval](), len(step.ops)
+    found, ends, ops = list[Together](), dict[StorageId, Absence](), len(step.ops)
     last = {value.storage: value.id for value in step.values}
     for value in reversed(step.values):
         storage = step.storages[value.storage]
         through = storage.present_at_start and storage.present_at_end
         large = storage.nbytes >= max(smallest, 1)
         for start, end in reversed(list(idle_intervals(lives[value.id], ops))) if large else ():
-            one = Interval(value.id, start, end)
+            one = Absence(value.id, start, end)
             if through and start and end == ops and last[storage.id] == value.id:
                 ends[storage.id] = one
             else:
@@ -99,22 +92,22 @@ def comes_in(life: Life, end: int, ops: int) -> bool:
     return end in life.reads or end <= life.ends < life.dies or end < min(life.ends, ops)
 
 
-def during(step: Step, intervals: Iterable[Interval], sizes: Sequence[Bytes]) -> list[Bytes]:
+def during(step: Step, intervals: Iterable[Absence], sizes: Sequence[Bytes]) -> list[Bytes]:
     """Bytes during every op with these intervals gone."""
     return step.levels(sizes, ((step.values[value].storage, start, end) for value, start, end in intervals))
 
 
 def waited_late(
-    step: Step, gone: Sequence[Interval], there: Sequence[Bytes], allowed: Bytes, sizes: Sequence[Bytes]
-) -> list[Interval]:
+    step: Step, gone: Sequence[Absence], there: Sequence[Bytes], allowed: Bytes, sizes: Sequence[Bytes]
+) -> list[Absence]:
     """The same intervals, each beginning where its bytes are wanted, the oldest first, and at the latest one op before
     it ends; but for what the step begins without. `there` are the bytes during every op with all of them gone."""
-    starting, ending = defaultdict[int, list[Interval]](list), defaultdict[int, list[Interval]](list)
+    starting, ending = defaultdict[int, list[Absence]](list), defaultdict[int, list[Absence]](list)
     late = [one for one in gone if not one.start]
     for one in gone:
         if one.start:
             starting[one.start].append(one)
-    pending, waited = deque[Interval](), set[Interval]()
+    pending, waited = deque[Absence](), set[Absence]()
     more = 0  # bytes of what is pending
     for op, nbytes in enumerate(there):
         for one in starting.get(op, ()):
@@ -217,7 +210,7 @@ class _Seconds:
             program.row((may[moment], 1.0), (gone[moment], -1.0), least=0.0)
             program.row((back[moment], 1.0), (must[moment], -1.0), least=0.0)
             program.row((gone[moment], 1.0), (back[moment], -1.0), least=0.0)
-        self.swapped: dict[Interval, int] = {}
+        self.swapped: dict[Absence, int] = {}
         self.recomputed: dict[ValueId, int] = {}
 
     def _at(self, op: int) -> int:
@@ -251,7 +244,7 @@ class _Seconds:
         """A share of the value is recomputed."""
         self.recomputed[value] = self.program.variable(upper=1.0)
 
-    def replay(self, value: ValueId, replay: Replay, of: Mapping[ValueId, Sequence[Interval]]) -> None:
+    def replay(self, value: ValueId, replay: Replay, of: Mapping[ValueId, Sequence[Absence]]) -> None:
         program, share, op = self.program, self.recomputed[value], self._step.ops[replay.end]
         self._drop(replay.start, replay.end, share, self._nbytes(value))
         program.add(self.replaying[min(self._at(replay.end), len(self._ops) - 1)], share, -replay.seconds)
@@ -291,7 +284,7 @@ def fewest_seconds(
 
     Raises what `fewest_bytes` raises.
     """
-    made, of = _Seconds(step, lives, allowed, sizes, device), defaultdict[ValueId, list[Interval]](list)
+    made, of = _Seconds(step, lives, allowed, sizes, device), defaultdict[ValueId, list[Absence]](list)
     for together in idle(step, lives, smallest):
         made.swap(together)
         for one in together:

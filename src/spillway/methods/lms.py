@@ -46,8 +46,8 @@ from spillway.ir import Gap, Host, Plan, Step
 from spillway.ir.account import account
 from spillway.ir.lives import lives_of
 from spillway.ir.timeline import Kind
-from spillway.methods.absent_bytes import Interval, during, waited_late
-from spillway.methods.base import SMALLEST, AbstractPlanner, Problem
+from spillway.methods.absent_bytes import during, waited_late
+from spillway.methods.base import SMALLEST, Absence, AbstractPlanner, Problem
 from spillway.units import Bytes
 
 SHARE: Final = 0.9
@@ -219,9 +219,9 @@ class _Graph:
         for one in gone:
             yield Gap(value=one.value, start=one.start, end=one.end, home=Host())
 
-    def _intervals(self, parameters: Parameters) -> list[Interval]:
+    def _intervals(self, parameters: Parameters) -> list[Absence]:
         """When each value is gone."""
-        level, gone = self._level, list[Interval]()
+        level, gone = self._level, list[Absence]()
         delay = 1 if parameters.waits_out else 2
         for flow in self._flows:
             nearest = level[flow.created] + parameters.threshold
@@ -231,7 +231,7 @@ class _Graph:
             there = max((op for op in flow.reads if level[op] <= nearest), default=flow.created) + delay
             for first, latest in sorted(self._groups(flow, far, parameters)):
                 if there < first:
-                    gone.append(Interval(flow.value, there, first))
+                    gone.append(Absence(flow.value, there, first))
                 there = max(there, latest + 1)
         return gone
 

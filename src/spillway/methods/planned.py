@@ -373,7 +373,8 @@ class _Gaps:
 
     def fetches(self, view: MemoryView, ahead: float) -> Iterable[tuple[Gap, int]]:
         """Before which op each fetch begins."""
-        clock, free, level = self._clock(), float("inf"), self._levels()
+        clock, free = self._clock(), float("inf")
+        level = account(self._step, self._plan.gaps, self._lives).levels
         for end in sorted(self.ending, reverse=True):
             for gap in reversed(self.ending[end]):
                 if isinstance(gap.home, Recompute):
@@ -393,8 +394,3 @@ class _Gaps:
     def _clock(self) -> list[Seconds]:
         """Before every op, and after the last, how long the ops before it take."""
         return list(accumulate((op.seconds or 0.0 for op in self._step.ops), initial=0.0))
-
-    def _levels(self) -> list[Bytes]:
-        """Bytes of the plan at every op at most: before it, with the temporaries of a replay, and during it."""
-        counted = account(self._step, self._plan.gaps, self._lives)
-        return list(map(max, zip((*counted.during, 0), counted.before, strict=True)))

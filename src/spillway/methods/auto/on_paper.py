@@ -29,12 +29,12 @@ from typing import Final, final
 from spillway.errors import BudgetInfeasible, UsageError
 from spillway.ir import Gap, Host, Plan, Recompute
 from spillway.ir.account import Account, account
-from spillway.methods.absent_bytes import Interval, waited_late
+from spillway.methods.absent_bytes import waited_late
 from spillway.methods.actions import Action
 from spillway.methods.auto.choosing import Effort, plan
-from spillway.methods.auto.recorded_blocks import MENU, SMALLEST, Blocks, Chosen, problems
+from spillway.methods.auto.recorded_blocks import MENU, Blocks, Chosen, problems
 from spillway.methods.auto.simulate import EARLIER
-from spillway.methods.base import AbstractPlanner, Problem
+from spillway.methods.base import SMALLEST, Absence, AbstractPlanner, Problem
 from spillway.methods.plan_clock import PlanClock
 from spillway.units import Bytes, Seconds
 
@@ -195,11 +195,10 @@ class Choices:
         step, allowed = self._problem.step, self._problem.allowed
         gaps = self.blocks.gaps(choice)
         again = [gap for gap in gaps if isinstance(gap.home, Recompute)]
-        moved = [Interval(gap.value, gap.start, gap.end) for gap in gaps if isinstance(gap.home, Host)]
+        moved = [Absence(gap.value, gap.start, gap.end) for gap in gaps if isinstance(gap.home, Host)]
         if not moved:
             return again
-        counted = account(step, gaps, self.blocks.lives)
-        levels = list(map(max, zip(counted.during, counted.before, strict=False)))
+        levels = account(step, gaps, self.blocks.lives).levels
         begins = {(one.value, one.end): one.start for one in moved}
         late = waited_late(step, sorted(moved, key=lambda one: (one.start, one.value)), levels, allowed, self._sizes)
         for one in late:
@@ -214,7 +213,7 @@ class Choices:
             ),
         ]
 
-    def _early(self, late: Sequence[Interval], again: Sequence[Gap], levels: list[Bytes]) -> Iterator[Interval]:
+    def _early(self, late: Sequence[Absence], again: Sequence[Gap], levels: list[Bytes]) -> Iterator[Absence]:
         """The same intervals with copies in that begin in time, as far as there is room. What would have to come back
         as it goes stays, where there is room for it."""
         replays = {(gap.end, gap.home.ops) for gap in again if isinstance(gap.home, Recompute)}
@@ -233,7 +232,7 @@ class Choices:
                 due = clock[op]
                 yield one._replace(end=op)
 
-    def _nbytes(self, one: Interval) -> Bytes:
+    def _nbytes(self, one: Absence) -> Bytes:
         return self._sizes[self._problem.step.values[one.value].storage]
 
     # ------------------------------------------------------------------ what is faster

@@ -26,10 +26,8 @@ from spillway.ir.recipes import as_one, together
 from spillway.ir.step import ValueId
 from spillway.methods.actions import Action, is_expensive
 from spillway.methods.auto.block_problem import Block, BlockProblem, Option
-from spillway.units import Bytes, KiB, Seconds
-
-SMALLEST: Final[Bytes] = 4 * KiB
-"""Storages below this stay: the engines do not move them either."""
+from spillway.methods.base import SMALLEST
+from spillway.units import Bytes, Seconds
 
 MENU: Final = (
     Action.KEEP, Action.RECOMPUTE, Action.RECOMPUTE_OFFLOADED, Action.OFFLOAD, Action.SELECTIVE,
@@ -201,25 +199,16 @@ def _stretches(step: Step, first: int, part: MicroBatch) -> list[_Stretch]:
 def problems(blocks: Blocks, allowed: Bytes, device: Device) -> list[tuple[BlockProblem, list[int | None]]]:
     """Of each micro-batch what the planner is asked, and which call of the step each of its blocks is."""
     step, found, first = blocks.step, [], 0
-    levels = {action: _levels(step, blocks, action) for action in MENU}
+    levels = {action: account(step, blocks.gaps(blocks.everywhere(action)), blocks.lives).levels for action in MENU}
     rates = _rates(blocks, device)
     for part in micro_batches(step, blocks.calls):
         stretches = _stretches(step, first, part)
         first += len(part.calls)
-        start = sum(
-            one.nbytes for one in step.storages
-            if (one.present_at_start or one.alive_from < part.begin) and one.alive_until > part.begin
-        )  # fmt: skip
+        start = part.start(step)
         made = list(_Made(blocks, part, stretches, levels, start, device).blocks())
         problem = BlockProblem(blocks=made, available=allowed - start, out_rate=rates[0], in_rate=rates[1])
         found.append((problem, [stretch.call for stretch in stretches]))
     return found
-
-
-def _levels(step: Step, blocks: Blocks, action: Action) -> list[Bytes]:
-    """Bytes at every op if that becomes of every call."""
-    counted = account(step, blocks.gaps(blocks.everywhere(action)), blocks.lives)
-    return list(map(max, zip(counted.during, counted.before, strict=False)))
 
 
 def _rates(blocks: Blocks, device: Device) -> tuple[float, float]:

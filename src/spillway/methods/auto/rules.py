@@ -9,14 +9,14 @@ a block.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
 from spillway.methods.actions import Action
 from spillway.methods.auto.block_problem import Block, BlockProblem, Option
 from spillway.methods.auto.choosing import Planned, floor
-from spillway.units import Bytes, Seconds, format_bytes, format_seconds
+from spillway.units import Bytes, format_bytes, format_seconds
 
 
 @final
@@ -52,61 +52,28 @@ def rules(block: Block, rate: float) -> tuple[Rule, ...]:
     )
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KindSummary:
-    """What became of the blocks of one kind, and why."""
-
-    kind: int
-    blocks: int
-    chosen: Mapping[Action, int]
-    """How many blocks each action was chosen for."""
-    freed: Bytes
-    """By all of them, of what keeping them would leave in memory."""
-    moved: Bytes
-    seconds: Seconds
-    """That all of them take beside forward and backward, waiting left out."""
-    rules: tuple[Rule, ...]
-
-    def sentence(self, name: str | None = None) -> str:
-        """What was chosen and why, for people."""
-        blocks = f"{self.blocks} x {name or f'kind {self.kind}'}"
-        if set(self.chosen) == {Action.KEEP}:
-            return f"{blocks}: kept."
-        counted = ", ".join(f"{count} {action.value}" for action, count in self.chosen.items())
-        moved = f", {format_bytes(self.moved)} moved" if self.moved else ""
-        told = (
-            f"{blocks}: {counted}; {format_bytes(self.freed)} fewer in memory{moved}, "
-            f"{format_seconds(self.seconds)} of compute more."
-        )
-        return " ".join([told, *(rule.sentence for rule in self._telling())])
-
-    def _telling(self) -> list[Rule]:
-        """The rules of what was chosen; where nothing was moved, the best of what was not."""
-        used = [rule for rule in self.rules if rule.action in self.chosen]
-        return used or sorted(self.rules, key=lambda rule: -rule.phi)[:1]
-
-
-def by_kind(problem: BlockProblem, planned: Planned) -> tuple[KindSummary, ...]:
-    """What became of each kind of block, in the order in which the kinds first run."""
-    rate = min(problem.out_rate, problem.in_rate)
-    taken: dict[int, list[tuple[Block, Option]]] = {}
-    for block, number in zip(problem.blocks, planned.choice, strict=True):
-        taken.setdefault(block.kind, []).append((block, block.options[number]))
-    return tuple(
-        KindSummary(
-            kind=kind, blocks=len(pairs), chosen=Counter(option.action for _, option in pairs),
-            freed=sum(block.options[0].resident - option.resident for block, option in pairs),
-            moved=sum(option.moved for _, option in pairs),
-            seconds=sum(option.forward + option.backward for _, option in pairs), rules=rules(pairs[0][0], rate),
-        )
-        for kind, pairs in taken.items()
-    )  # fmt: skip
+def _told(name: str, taken: Sequence[tuple[Block, Option]], rate: float) -> str:
+    """What was chosen for the blocks of one kind, and why."""
+    chosen = Counter(option.action for _, option in taken)
+    if set(chosen) == {Action.KEEP}:
+        return f"{len(taken)} x {name}: kept."
+    counted = ", ".join(f"{count} {action.value}" for action, count in chosen.items())
+    freed = sum(block.options[0].resident - option.resident for block, option in taken)
+    moved = sum(option.moved for _, option in taken)
+    seconds = sum(option.forward + option.backward for _, option in taken)
+    every = rules(taken[0][0], rate)
+    # Where nothing was moved, the best of what was not.
+    telling = [rule for rule in every if rule.action in chosen] or sorted(every, key=lambda rule: -rule.phi)[:1]
+    told = (
+        f"{len(taken)} x {name}: {counted}; {format_bytes(freed)} fewer in memory"
+        f"{f', {format_bytes(moved)} moved' if moved else ''}, {format_seconds(seconds)} of compute more."
+    )
+    return " ".join([told, *(rule.sentence for rule in telling)])
 
 
 def sentences(problem: BlockProblem, planned: Planned, names: Mapping[int, str] | None = None) -> tuple[str, ...]:
-    """What a plan comes to, one sentence a kind of block and one for the step; or the refusal. Kinds without `names`
-    are called "kind 3"."""
+    """What a plan comes to, one sentence a kind of block in the order in which these first run, and one for the step;
+    or the refusal. Kinds without `names` are called "kind 3"."""
     outcome = planned.outcome
     if not outcome.fits:
         return (refusal(problem),)
@@ -117,7 +84,11 @@ def sentences(problem: BlockProblem, planned: Planned, names: Mapping[int, str] 
         f"{format_seconds(waits)} of it waiting for copies, and {format_bytes(outcome.peak)} of "
         f"{format_bytes(problem.available)} at its peak."
     )
-    return (*(summary.sentence((names or {}).get(summary.kind)) for summary in by_kind(problem, planned)), step)
+    taken: dict[int, list[tuple[Block, Option]]] = {}
+    for block, number in zip(problem.blocks, planned.choice, strict=True):
+        taken.setdefault(block.kind, []).append((block, block.options[number]))
+    called, rate = names or {}, min(problem.out_rate, problem.in_rate)
+    return (*(_told(called.get(kind, f"kind {kind}"), pairs, rate) for kind, pairs in taken.items()), step)
 
 
 def refusal(problem: BlockProblem) -> str:

@@ -50,8 +50,7 @@ def measured(
     """What the collector finds in a recorded step: one for every micro-batch that calls blocks, in their order."""
     lives = lives_of(step) if lives is None else lives
     calls = block_calls(step, lives) if calls is None else calls
-    counted = account(step, [gap for call in calls for gap in call.gaps], lives)
-    levels = list(map(max, zip(counted.during, counted.before, strict=False)))
+    levels = account(step, [gap for call in calls for gap in call.gaps], lives).levels
     return [_measured(step, part, levels, size) for part in micro_batches(step, calls)]
 
 
@@ -63,11 +62,7 @@ def _measured(step: Step, part: MicroBatch, levels: Sequence[Bytes], size: Input
     block works with, or what it needs more while it runs forward and is kept; the rest is the step's. The turn is
     looked at where no block runs: while one does, its own bytes are there.
     """
-    start = sum(
-        storage.nbytes
-        for storage in step.storages
-        if (storage.present_at_start or storage.alive_from < part.begin) and storage.alive_until > part.begin
-    )
+    start = part.start(step)
     order = sorted(range(len(part.calls)), key=lambda block: part.calls[block].returns)
     returns = [part.calls[block].returns for block in order]
     beside: dict[int, Bytes] = {}

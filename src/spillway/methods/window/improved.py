@@ -41,7 +41,6 @@ from spillway.ir.lives import Kept, Life, kept_for_backward, lives_of
 from spillway.ir.recipes import recipe
 from spillway.ir.step import ValueId
 from spillway.methods.absent_bytes import (
-    Interval,
     Replay,
     Together,
     comes_in,
@@ -50,7 +49,7 @@ from spillway.methods.absent_bytes import (
     fewest_seconds,
     waited_late,
 )
-from spillway.methods.base import SMALLEST, AbstractPlanner, Problem
+from spillway.methods.base import SMALLEST, Absence, AbstractPlanner, Problem
 from spillway.methods.linear_program import load_solver
 from spillway.methods.plan_clock import PlanClock
 from spillway.methods.window import Gone, Window, earlier
@@ -295,11 +294,11 @@ def _temporaries(step: Step, replays: Mapping[ValueId, Replay]) -> dict[int, Byt
 
 def _whole(
     step: Step, shares: Mapping[Together, float], allowed: Bytes, sizes: Sequence[Bytes]
-) -> tuple[list[Interval], list[Bytes]]:
+) -> tuple[list[Absence], list[Bytes]]:
     """What has any share of it gone, without that for which there is room, and the bytes during every op."""
     chosen = [gone for gone, share in shares.items() if share > NOTHING]
     there = np.array(during(step, (one for gone in chosen for one in gone), sizes), dtype=np.int64)
-    left = list[Interval]()
+    left = list[Absence]()
     for gone in sorted(chosen, key=lambda gone: (shares[gone], -sizes[step.values[gone[0].value].storage], gone)):
         nbytes = sizes[step.values[gone[0].value].storage]
         if all(there[one.start : one.end].max() + nbytes <= allowed for one in gone):
