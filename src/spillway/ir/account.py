@@ -32,7 +32,6 @@ class Account:
 
     @property
     def peak(self) -> Bytes:
-        """The most bytes at any moment."""
         return max((*self.during, *self.before), default=0)
 
     @property

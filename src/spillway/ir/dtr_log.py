@@ -305,7 +305,6 @@ class _Bytes:
 
     @property
     def kind(self) -> Kind:
-        """What it seems to be for."""
         if self.present:
             return Kind.PARAMETER if self.copied else Kind.INPUT
         if self.backward:
@@ -325,7 +324,6 @@ class _StepReader:
         self._phase = Phase.FORWARD
 
     def read(self, instruction: Instruction) -> None:
-        """Carry one out."""
         match instruction:
             case Constant():
                 self._constant(instruction)

@@ -69,7 +69,6 @@ class Span:
 
     @property
     def seconds(self) -> Seconds:
-        """How long it took."""
         return self.ended - self.began
 
 

@@ -104,7 +104,6 @@ class StepReport:
     expected."""
 
     def to_json(self) -> dict[str, Any]:
-        """The report as JSON can hold it."""
         return dataclasses.asdict(self)
 
     @classmethod

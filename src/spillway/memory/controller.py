@@ -178,7 +178,6 @@ class Controller(AbstractLedger):
             self.budget.spend_reserve()
 
     def _refusal(self, needed: Bytes, name: str) -> BudgetInfeasible | SpillFullError:
-        """Why the op cannot run."""
         floor = self.counters.floor_bytes
         if self.tier_full and floor <= self.budget.allowed:
             return SpillFullError(self.tier_full)

@@ -188,7 +188,6 @@ class Copies:
         self.exposed = min(self._waiting / self._copying, 1.0) if self._copying else 1.0
 
     def left(self, storage: Storage) -> None:
-        """It was moved."""
         key = self._key(storage)
         self._moved[key] = storage
         place = self._places.get(key, -1)

@@ -165,7 +165,6 @@ class Counters:
         self.stalls.append(Stall(began, ended, storage.number, storage.nbytes))
 
     def recomputed(self, recipe: Recipe, began: Seconds, ended: Seconds) -> None:
-        """An op ran again."""
         self.recomputed_ops += 1
         self.recomputed_seconds += ended - began
         self.replays.append(Again(began, ended, recipe.name, recipe.nbytes))

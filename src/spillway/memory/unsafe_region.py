@@ -32,7 +32,6 @@ class UnsafeRegion:
 
     @property
     def running(self) -> bool:
-        """Whether such code runs now."""
         return self._running > 0
 
     def begin(self) -> None:

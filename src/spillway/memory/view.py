@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import inf
 from typing import final
 
@@ -75,31 +75,26 @@ class View:
             heapq.heappush(self._heap, self._walked.pop())
 
     def available(self, storage: Candidate) -> bool:
-        """Whether it is present and may leave."""
-        value = storage.value if isinstance(storage, Storage) else None
+        value = _value(storage)
         return value is not None and value.absent == HERE and self._ledger.may_leave(value.storage)
 
     def away(self, storage: Candidate) -> bool:
-        """Whether its value lives and is absent, copies under way included."""
-        value = storage.value if isinstance(storage, Storage) else None
+        value = _value(storage)
         return value is not None and value.absent in (AWAY, DROPPED)
 
     def chain(self, storage: Candidate) -> int | None:
-        """Ops to run to recompute `storage`; None if that is not legal."""
         found = self._ancestry(storage)
         return None if found is None else found.chain
 
     def own_seconds(self, storage: Candidate) -> Seconds:
-        """Seconds of the op that made it."""
         self._ledger.counters.questions += 1
-        value = storage.value if isinstance(storage, Storage) else None
+        value = _value(storage)
         recipe = None if value is None else value.recipe
         if recipe is None or recipe.exactness != EXACT:
             return inf
         return self._ledger.machine.seconds_of(recipe)
 
     def recompute_seconds(self, storage: Candidate) -> Seconds:
-        """Seconds of the chain, as measured when its ops ran, and to copy in what it needs of what was moved."""
         found = self._ancestry(storage)
         return inf if found is None else self._seconds(found)
 
@@ -111,7 +106,6 @@ class View:
         return own + copied_in + sum(self._seconds(deeper) for deeper in below if deeper is not None)
 
     def recompute_seconds_at_worst(self, storage: Candidate) -> Seconds:
-        """Seconds of the chain, and of bringing back what is present of its leaves, each in the cheaper way."""
         found = self._ancestry(storage)
         if found is None:
             return inf
@@ -121,9 +115,8 @@ class View:
 
     def transfer_seconds(self, storage: Candidate) -> Seconds:
         self._ledger.counters.questions += 1
-        value = storage.value if isinstance(storage, Storage) else None
         out_and_in = self._ledger.machine.transfer_seconds(storage.nbytes)
-        return out_and_in / 2 if value is not None and value.home is not None else out_and_in
+        return out_and_in / 2 if self.copied(storage) else out_and_in
 
     @property
     def exposed(self) -> float:
@@ -134,8 +127,8 @@ class View:
         return self._copies.overlaps
 
     def copied(self, storage: Candidate) -> bool:
-        """Whether its value has a home."""
-        return isinstance(storage, Storage) and storage.value is not None and storage.value.home is not None
+        value = _value(storage)
+        return value is not None and value.home is not None
 
     @property
     def anything_moved(self) -> bool:
@@ -145,7 +138,6 @@ class View:
         return self._copies.in_order_of_leaving()
 
     def due(self) -> Iterator[Storage]:
-        """Moved storages in the order in which the last step wanted them."""
         return self._copies.in_order_of_use()
 
     @property
@@ -161,41 +153,32 @@ class View:
         return self._ledger.phase is not Phase.FORWARD
 
     def held_bytes(self, storage: Candidate) -> Bytes:
-        """Bytes of the leaves that a drop would have to hold alive and that are present now."""
         found = self._ancestry(storage)
         return 0 if found is None else sum(leaf.storage.nbytes for leaf in found.leaves if not leaf.absent)
 
     def stale_seconds(self, storage: Candidate) -> Seconds:
-        """Seconds of the ops of this step since it was last used."""
         self._ledger.counters.questions += 1
-        value = storage.value if isinstance(storage, Storage) else None
+        value = _value(storage)
         return 0.0 if value is None else self._neighbours.seconds_since(value)
 
     def as_evicted(self, storage: Candidate) -> Evicted | None:
-        return self._neighbours.name(storage.value) if isinstance(storage, Storage) else None
+        value = _value(storage)
+        return None if value is None or value.recipe is None else Evicted(value.storage.number, value.recipe.number)
 
     def evicted(self) -> Mapping[Evicted, Seconds]:
         return self._neighbours.evicted()
 
     def evicted_neighbours(self, of: Candidate | Evicted) -> Mapping[Evicted, Seconds]:
-        """The evicted next to it."""
         self._ledger.counters.questions += 1
-        if isinstance(of, Evicted):
-            return self._neighbours.around(of)
-        value = of.value if isinstance(of, Storage) else None
-        return {} if value is None else self._neighbours.around(value)
+        return self._neighbours.around(of if isinstance(of, Evicted) else _value(of))
 
     def evicted_ancestors(self, storage: Candidate) -> Mapping[Evicted, Seconds]:
-        """The evicted that it needs."""
         self._ledger.counters.questions += 1
-        value = storage.value if isinstance(storage, Storage) else None
-        return {} if value is None else self._neighbours.ancestors(value)
+        return self._neighbours.ancestors(_value(storage))
 
     def evicted_descendants(self, storage: Candidate) -> Mapping[Evicted, Seconds]:
-        """The evicted that need it."""
         self._ledger.counters.questions += 1
-        value = storage.value if isinstance(storage, Storage) else None
-        return {} if value is None else self._neighbours.descendants(value)
+        return self._neighbours.descendants(_value(storage))
 
     def forget_recipes(self) -> None:
         """The controller forgets them: so does what was made of them."""
@@ -209,13 +192,14 @@ class View:
         return found if isinstance(found, Ancestry) else None
 
 
+def _value(storage: Candidate) -> Value | None:
+    """The content of a storage that policies know as a candidate."""
+    return storage.value if isinstance(storage, Storage) else None
+
+
 def _evicted(value: Value) -> bool:
     gone = value.absent == DROPPED or value.absent == GONE
     return gone and value.recipe is not None and value.recipe.exactness != NEVER
-
-
-def _name(value: Value) -> Evicted | None:
-    return None if value.recipe is None else Evicted(value.storage.number, value.recipe.number)
 
 
 @final
@@ -248,16 +232,12 @@ class Neighbours:
             self._numbers.append(recipe.number)
             self._clock.append(self._clock[-1] + seconds_of(recipe))
 
-    def name(self, value: Value | None) -> Evicted | None:
-        """What `value` is called once it is evicted; None if no recipe is known."""
-        return None if value is None else _name(value)
-
     def evicted(self) -> dict[Evicted, Seconds]:
         """All that is evicted, in the order in which it was made."""
         self._catch_up()
         return self._told(value for value in self._values.values() if _evicted(value))
 
-    def around(self, of: Value | Evicted) -> dict[Evicted, Seconds]:
+    def around(self, of: Value | Evicted | None) -> dict[Evicted, Seconds]:
         """What is evicted and was read to make it, or made by reading it."""
         self._catch_up()
         value = self._values.get(of) if isinstance(of, Evicted) else of
@@ -265,23 +245,21 @@ class Neighbours:
             return {}
         return self._told(near for near in (*_parents(value), *self._readers.get(value, ())) if _evicted(near))
 
-    def ancestors(self, value: Value) -> dict[Evicted, Seconds]:
+    def ancestors(self, value: Value | None) -> dict[Evicted, Seconds]:
         """What is evicted and has to be made again to make `value` again."""
-        found, stack = dict.fromkeys((value,)), [value]
-        while stack:
-            for near in _parents(stack.pop()):
-                if near not in found and _evicted(near):
-                    found[near] = None
-                    stack.append(near)
-        del found[value]
-        return self._told(found)
+        return self._reached(value, _parents)
 
-    def descendants(self, value: Value) -> dict[Evicted, Seconds]:
+    def descendants(self, value: Value | None) -> dict[Evicted, Seconds]:
         """What is evicted and made from it, through nothing but what is evicted."""
         self._catch_up()
-        found, stack = dict.fromkeys((value,)), [value]
+        return self._reached(value, lambda near: self._readers.get(near, ()))
+
+    def _reached(self, value: Value | None, ways: Callable[[Value], Iterable[Value]]) -> dict[Evicted, Seconds]:
+        if value is None:
+            return {}
+        found, stack = {value: None}, [value]
         while stack:
-            for near in self._readers.get(stack.pop(), ()):
+            for near in ways(stack.pop()):
                 if near not in found and _evicted(near):
                     found[near] = None
                     stack.append(near)

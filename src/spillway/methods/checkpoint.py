@@ -68,11 +68,9 @@ class Checkpoint(AbstractBlockMethod):
 
     @property
     def collecting(self) -> bool:
-        """Nothing is measured."""
         return False
 
     def begin(self, size: InputSize, available: Bytes) -> Decision:
-        """A plan that keeps nothing."""
         return Decision(
             Phase.COLLECTING, BlockPlan.nothing_kept(size, available, self.action, self.action_options), False
         )
@@ -81,7 +79,6 @@ class Checkpoint(AbstractBlockMethod):
         """There is nothing to learn."""
 
     def forecast(self, size: InputSize) -> Forecast | None:
-        """Nothing is expected."""
         return None
 
 

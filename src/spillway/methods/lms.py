@@ -220,7 +220,6 @@ class _Graph:
             yield Gap(value=one.value, start=one.start, end=one.end, home=Host())
 
     def _intervals(self, parameters: Parameters) -> list[Absence]:
-        """When each value is gone."""
         level, gone = self._level, list[Absence]()
         delay = 1 if parameters.waits_out else 2
         for flow in self._flows:

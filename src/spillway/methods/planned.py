@@ -244,7 +244,6 @@ class SelfPlanned(AbstractPolicy):
         """What the step that runs follows."""
 
     def relieve(self, view: MemoryView, needed: Bytes) -> Generator[Proposal, bool, None]:
-        """The stalest storages are moved."""
         for storage in view.candidates():
             yield Move(storage)
 
@@ -327,7 +326,6 @@ class _Gaps:
         return gap in self.coming_back or (bool(recipe.ops) and self._lives[gap.value].dies <= gap.end)
 
     def storage_of(self, gap: Gap) -> StorageId:
-        """The storage whose bytes are gone."""
         return self._step.values[gap.value].storage
 
     def copies_out(self, view: MemoryView, ahead: float) -> Iterable[tuple[Gap, int]]:

@@ -88,7 +88,6 @@ class Lines:
         return found
 
     def learn(self, inputs: Floats, own: Floats, bits: Floats) -> None:
-        """What came of a sample."""
         likely = sigmoid(self.logits(inputs))
         curved = np.maximum(likely * (1 - likely), CURVED)
         mean = curved.mean()
@@ -137,7 +136,6 @@ class LinesAhead:
         return found
 
     def learn(self, chosen: Places, inputs: Floats, bits: Floats) -> None:
-        """What came of these decisions."""
         places = _DISTANCES[: len(chosen)], chosen
         weights, covariance = self.weights[places], self._covariance[places]
         covariance *= 1 - WANDERS / UNSURE

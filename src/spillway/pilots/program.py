@@ -127,7 +127,6 @@ class Program:
         return whole[1:]
 
     def visits(self, path: ResolvedPath) -> Visits:
-        """The groups that it uses."""
         found = self._visits.get(path.number)
         if found is None:
             groups, ops = list[Group](), list[int]()

@@ -66,7 +66,6 @@ class Standing:
 
     @property
     def hit_rate(self) -> float:
-        """Share of steps that were as expected."""
         return self.exact / self.steps if self.steps else 0.0
 
 

@@ -28,11 +28,9 @@ class ProgramOrder(AbstractPilot):
         self.program = program
 
     def foresee(self, sample: Sample, asked: int = 0) -> Foresight:
-        """Certain of every part."""
         return Foresight(np.ones(self.program.decisions, np.float32))
 
     def learn(self, sample: Sample) -> None:
-        """The program is all that it knows."""
         self.program.follow()
 
 
@@ -54,7 +52,6 @@ class Frequency(AbstractPilot):
         return Foresight(found)
 
     def learn(self, sample: Sample) -> None:
-        """One more step."""
         self.program.follow()
         bits = self.program.bits(sample.path)
         sums = np.zeros(len(bits), np.float32)
@@ -112,7 +109,6 @@ class Nearest(AbstractPilot):
         return self._paths[(row - oldest) % len(self._paths)]
 
     def learn(self, sample: Sample) -> None:
-        """Remember it in place of the oldest."""
         self.program.follow()
         features = _features(sample)
         if not len(self._features):

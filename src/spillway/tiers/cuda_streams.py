@@ -50,7 +50,6 @@ class Timed(NamedTuple):
 
     @property
     def seconds(self) -> Seconds:
-        """How long it took."""
         return self.ended - self.began
 
 
@@ -248,7 +247,6 @@ class CudaStreams:
             self._stream()
 
     def reached(self) -> torch.cuda.Event:
-        """An event on the compute stream."""
         event: torch.cuda.Event = self._stream().record_event()
         return event
 
@@ -273,13 +271,11 @@ class CudaStreams:
         self._times["stall"].append((event, (begin, end)))
 
     def copy_out(self, source: torch.UntypedStorage, target: Block, after: Sequence[Event]) -> torch.cuda.Event:
-        """On the lane for copies out."""
         with unwatched():
             host, device = bytes_at(target.address, target.nbytes), bytes_over(source)
             return self._copy(self._out, "out", host, device, after)
 
     def copy_in(self, source: Block, target: torch.UntypedStorage, after: Sequence[Event]) -> torch.cuda.Event:
-        """On the lane for copies in."""
         with unwatched():
             host, device = bytes_at(source.address, source.nbytes), bytes_over(target)
             return self._copy(self._in, "in", device, host, after)
@@ -298,7 +294,6 @@ class CudaStreams:
         return end
 
     def synchronize(self) -> None:
-        """The whole device."""
         torch.cuda.synchronize(self.device)
 
     def lane_times(self) -> LaneTimes:
@@ -318,7 +313,6 @@ class CudaStreams:
         return Timed(event, began, began + float(pair[0].elapsed_time(pair[1])) / 1e3)
 
     def forget_times(self) -> None:
-        """The events around copies and waits so far."""
         for pairs in self._times.values():
             pairs.clear()
 
@@ -329,7 +323,6 @@ class CudaStreams:
         return int(self._counters()["current"])
 
     def peak(self) -> Bytes:
-        """As `torch.cuda.max_memory_allocated` has it."""
         return int(self._counters()["peak"])
 
     def _counters(self) -> dict[str, int]:
@@ -337,7 +330,6 @@ class CudaStreams:
         return counters
 
     def reset_peak(self) -> None:
-        """As `torch.cuda.reset_peak_memory_stats` does."""
         torch.cuda.reset_peak_memory_stats(self.device)
 
     def empty_cache(self) -> None:

@@ -98,7 +98,6 @@ class DiskTier:
 
     @property
     def used(self) -> Bytes:
-        """Bytes of the slots in use."""
         return sum(self._in_use.values())
 
     @property
@@ -183,7 +182,6 @@ class DiskTier:
         return Mapped(buffer=buffer, start=slot.offset - begin)
 
     def free(self, slot: Slot) -> None:
-        """Give a slot back for reuse."""
         if self.closed:
             return
         writing, slot.writing = slot.writing, None

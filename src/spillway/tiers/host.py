@@ -80,12 +80,10 @@ class Extents:
 
     @property
     def holes(self) -> tuple[Hole, ...]:
-        """The free ranges in order."""
         return tuple(self._holes)
 
     @property
     def empty(self) -> bool:
-        """Whether nothing is in use."""
         return self._holes == [Hole(offset=0, end=self.nbytes)]
 
     def best(self, nbytes: Bytes) -> Hole | None:
@@ -174,7 +172,6 @@ class HostPool:
 
     @property
     def used(self) -> Bytes:
-        """Bytes of blocks in use."""
         return self._used
 
     @property

@@ -163,7 +163,6 @@ class SpilledStorage:
         return self._store.load(self._transfer)
 
     def start_in(self) -> None:
-        """Let the bytes come beside the ops."""
         self._store.start_in(self._transfer)
 
     def drop_arrival(self) -> None:

@@ -136,12 +136,10 @@ class Auto(AbstractBlockMethod):
         return {}
 
     def fresh(self, *, batched: bool) -> Self:
-        """Another one, which has learned nothing."""
         return type(self)(moves=self._moves, batched=batched)
 
     @property
     def moves(self) -> bool:
-        """Whether anything may wait outside of the device's memory."""
         return self._moves
 
     @property
@@ -264,7 +262,6 @@ class Auto(AbstractBlockMethod):
         return (size[0], *numbers[1:]) if self._options.batched else numbers
 
     def problem(self, size: InputSize, available: Bytes) -> BlockProblem:
-        """What is to be planned at this size."""
         return self._menus.problem(self._bytes.forecast(size), available, size, moves=self._moves)
 
     def _planned(self, size: InputSize, available: Bytes, effort: Effort) -> _Remembered:
@@ -376,7 +373,6 @@ class Auto(AbstractBlockMethod):
         return sentences(problem, planned, {**kinds, problem.blocks[-1].kind: "what is no block"})
 
     def forecast(self, size: InputSize) -> Forecast | None:
-        """What a step of this size is expected to need; None before every block was measured."""
         return self._bytes.forecast(size) if self._bytes.ready else None
 
 

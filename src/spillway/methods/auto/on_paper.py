@@ -185,7 +185,6 @@ class Choices:
         return account(self._problem.step, self.blocks.gaps(choice), self.blocks.lives)
 
     def fits(self, choice: Chosen) -> bool:
-        """Whether that is within the budget."""
         return self.counted(choice).peak <= self._problem.allowed
 
     # ------------------------------------------------------------------ when copies run

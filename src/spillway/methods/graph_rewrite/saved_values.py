@@ -153,7 +153,6 @@ class SavedInBlocks:
         return [op for op in uses if op >= 0 and self._is_forward(op)]
 
     def dies_after(self, storage: StorageId) -> int:
-        """The op with which it dies."""
         return self.step.storages[storage].alive_until - 1
 
     def _reader(self, value: ValueId, op: Op) -> Call | None:

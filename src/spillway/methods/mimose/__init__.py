@@ -83,7 +83,6 @@ class Mimose(AbstractBlockMethod):
         return static
 
     def fresh(self, *, batched: bool) -> Self:
-        """Mimose with the same options, which has learned nothing yet."""
         other = type(self)(replace(self.options, batched=batched))
         other.name = self.name
         return other
@@ -96,7 +95,6 @@ class Mimose(AbstractBlockMethod):
 
     @property
     def collecting(self) -> bool:
-        """Whether there are no plans yet."""
         return self.phase is Phase.COLLECTING or not self._planning.ready
 
     def begin(self, size: InputSize, available: Bytes) -> Decision:

@@ -68,7 +68,6 @@ class PublishedPlanning:
         return bool(laws) and None not in laws
 
     def nbytes(self, block: int, size: InputSize) -> Bytes:
-        """By its quadratic, or its law."""
         return self._learn().nbytes(block, size)
 
     def whole(self, size: InputSize) -> Bytes:
@@ -237,13 +236,11 @@ class SimulatedPlanning:
 
     @property
     def settled(self) -> bool:
-        """Whether the bytes of every block are on an exact law."""
         return self.ready and all(one.law() is not None for one in self._saved)
 
     # ------------------------------------------------------------------ planning
 
     def nbytes(self, block: int, size: InputSize) -> Bytes:
-        """Exact, remembered, or erring upwards."""
         return self._saved[block].at(size)
 
     def forecast(self, size: InputSize) -> Forecast:

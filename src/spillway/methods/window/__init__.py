@@ -238,7 +238,6 @@ class _Row:
         )  # fmt: skip
 
     def of_op(self, op: int) -> range:
-        """The places of the op's accesses."""
         end = self.ops[op + 1] if op + 1 < len(self.ops) else len(self.accesses)
         return range(self.ops[op], end)
 
