@@ -22,7 +22,7 @@ from spillway.engines.blocks.trace import AllocationTrace
 from spillway.methods.actions import Action
 from spillway.methods.by_block import BlockPlan, BlockSample, Forecast, InputSize, StepSample
 from spillway.methods.mimose import Mimose, Options
-from spillway.methods.mimose.peaks import simulate
+from spillway.methods.mimose.peaks import highest, limits
 from spillway.units import Bytes, MiB, Seconds
 from spillway.workloads import get
 
@@ -202,7 +202,7 @@ def trained(
 
 
 def _of_step(step: Forecast, length: int, recomputed: frozenset[int]) -> StepSample:
-    return StepSample(size=(length,), recomputed=recomputed, peak=simulate(step, recomputed).nbytes)
+    return StepSample(size=(length,), recomputed=recomputed, peak=highest(step, recomputed, limits(step)))
 
 
 def _planning(blocks: int, size: Size, *, alike: bool) -> list[Row]:
@@ -240,7 +240,7 @@ def _questions(mimose: Mimose, count: int) -> list[tuple[InputSize, Bytes]]:
         forecast = mimose.forecast((length,))
         if forecast is None:
             raise RuntimeError("The default simulates its plans.")
-        least, most = (simulate(forecast, some).nbytes for some in (forecast.everything, ()))
+        least, most = (highest(forecast, some, limits(forecast)) for some in (forecast.everything, ()))
         found.append(((length,), round(least + chance.uniform(0.02, 0.98) * (most - least))))
     return found
 
@@ -327,7 +327,7 @@ def _counted(task: Task, options: Options, steps: int) -> Row:
     chance, blocks = random.Random(3), 12
     middle, spread = (task.shortest + task.longest) / 2, (task.longest - task.shortest) / 6
     longest = truth(blocks, task.longest, alike=True)
-    budget = sum(simulate(longest, some).nbytes for some in (longest.everything, frozenset())) // 2
+    budget = sum(highest(longest, some, limits(longest)) for some in (longest.everything, frozenset())) // 2
     mimose, planned, drawn = Mimose(options), 0.0, set()
     for _ in range(steps):
         length = min(max(round(chance.gauss(middle, spread)), task.shortest), task.longest)

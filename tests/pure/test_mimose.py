@@ -23,7 +23,7 @@ from spillway.methods.by_block import (
 )
 from spillway.methods.mimose import Mimose, Options, Reading
 from spillway.methods.mimose.cache import PlanCache
-from spillway.methods.mimose.peaks import simulate
+from tests.pure.moments import simulate
 
 BLOCKS = 12
 LENGTHS = (60, 35, 141, 90, 118, 60, 77, 126, 48, 102)

@@ -9,16 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spillway.methods.mimose.peaks import (
-    Forecast,
-    Peak,
-    highest,
-    holding,
-    limits,
-    outside,
-    seconds_of,
-    simulate,
-)
+from spillway.methods.by_block import Forecast
+from spillway.methods.mimose.peaks import highest, holding, limits, outside, seconds_of
+from tests.pure.moments import Peak, simulate
 
 
 def forecast(

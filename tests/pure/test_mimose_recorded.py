@@ -21,10 +21,10 @@ from spillway.methods.by_block import Forecast
 from spillway.methods.checkpoint import CheckpointPlanner
 from spillway.methods.mimose import Mimose, Options, Reading
 from spillway.methods.mimose.peaks import outside
-from spillway.methods.mimose.peaks import simulate as peak_of
 from spillway.methods.mimose.planner import Measured, MimosePlanner, gaps_of, measured, revoked
 from spillway.simulation.simulated_engine import simulate
 from tests.pure.block_steps import UNIT, blocks_step
+from tests.pure.moments import simulate as peak_of
 from tests.pure.recorded import layers
 
 DEVICE = device_named("a100")

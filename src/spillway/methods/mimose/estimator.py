@@ -30,10 +30,9 @@ from spillway.methods.mimose.exact import (
     Answering,
     BytesAt,
     exact_polynomial,
-    features_of,
     monomials,
 )
-from spillway.units import Bytes, Seconds
+from spillway.units import Bytes
 
 LOOKED_FOR: Final = 12
 """Different sizes after which a law that was not found is not looked for again."""
@@ -82,7 +81,7 @@ def fit_quadratic(samples: Sequence[tuple[InputSize, float]], *, batched: bool =
     (width,) = dimensions
     different = len({size for size, _ in samples})
     degree = DEGREE
-    while degree and features_of(width, degree, batched=batched) > different:
+    while degree and len(monomials((1,) * width, degree, batched=batched)) > different:
         degree -= 1
     rows = numpy.array([monomials(size, degree, batched=batched) for size, _ in samples], dtype=float)
     wanted = numpy.array([number for _, number in samples], dtype=float)
@@ -239,11 +238,6 @@ def _scale(size: InputSize, known: InputSize, *, batched: bool) -> float:
     shares = [length / max(other, 1) for length, other in zip(size, known, strict=True)]
     factor = max(shares.pop(0), 1.0) if batched else 1.0
     return factor * max(1.0, *shares) ** DEGREE if shares else factor
-
-
-def seconds_at(fit: Quadratic, size: InputSize) -> Seconds:
-    """Of a fit to measured times, never below 0."""
-    return max(fit.at(size), 0.0)
 
 
 @final

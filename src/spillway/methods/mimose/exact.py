@@ -52,11 +52,6 @@ def monomials(size: Sequence[int], degree: int, *, batched: bool) -> tuple[int, 
     return tuple(found)
 
 
-def features_of(dimensions: int, degree: int, *, batched: bool) -> int:
-    """How many features a size of so many dimensions has."""
-    return len(monomials((1,) * dimensions, degree, batched=batched))
-
-
 @final
 @dataclass(frozen=True, slots=True)
 class Parabola:

@@ -19,12 +19,11 @@ never passes a bound, one for every b: that is what `limits` and `holding` work 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import accumulate, islice
 from math import inf
 from operator import add
-from typing import Final, Literal, final
+from typing import Final
 
 from spillway.methods.by_block import Forecast
 from spillway.units import Bytes, Seconds
@@ -34,49 +33,11 @@ ALIKE: Final = 1.10
 EXCHANGES: Final = 4
 """How often a block of a plan is exchanged for a cheaper one at most."""
 
-Part = Literal["forward", "turn", "backward"]
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Peak:
-    """The most bytes of a step, and when."""
-
-    nbytes: Bytes
-    part: Part
-    block: int
-    """The block that runs then; the last one at the turn."""
-
 
 def alike(forecast: Forecast) -> bool:
     """Whether all blocks save the same and take the same time (ALIKE): then the earliest are the best."""
     saved, seconds = forecast.saved, forecast.seconds
     return not saved or (min(saved) == max(saved) and max(seconds) <= min(seconds) * ALIKE)
-
-
-def simulate(forecast: Forecast, recomputed: Collection[int]) -> Peak:
-    """Go through a step moment by moment (the note above). The first of equal peaks is the one that is named."""
-    blocks, held = len(forecast.saved), 0
-    best = Peak(0, "forward", 0)
-    for block in range(blocks):
-        runs = forecast.rest + held + forecast.working[block]
-        if block not in recomputed:
-            held += forecast.saved[block]
-            runs += forecast.saved[block]
-        best = _higher(best, runs, "forward", block)
-    best = _higher(best, forecast.turn + held, "turn", max(blocks - 1, 0))
-    created = 0
-    for block in reversed(range(blocks)):
-        created += forecast.gradients[block]
-        if block not in recomputed:
-            held -= forecast.saved[block]
-        runs = forecast.rest + created + held + forecast.saved[block] + forecast.working[block]
-        best = _higher(best, runs, "backward", block)
-    return best
-
-
-def _higher(best: Peak, nbytes: Bytes, part: Part, block: int) -> Peak:
-    return Peak(nbytes, part, block) if nbytes > best.nbytes else best
 
 
 def limits(forecast: Forecast) -> list[Bytes]:
@@ -100,7 +61,7 @@ def limits(forecast: Forecast) -> list[Bytes]:
 
 
 def highest(forecast: Forecast, recomputed: Collection[int], limit: Sequence[Bytes]) -> Bytes:
-    """The peak that `simulate` finds, from `limits`."""
+    """The most bytes of the step at any of these moments; `limit` is its `limits`."""
     saved = forecast.saved
     kept = [0 if block in recomputed else nbytes for block, nbytes in enumerate(saved)] if recomputed else saved
     peak: Bytes = max(map(add, accumulate(kept, initial=0), limit))

@@ -18,10 +18,9 @@ from spillway.methods.mimose.estimator import (
     Quadratic,
     Quadratics,
     fit_quadratic,
-    seconds_at,
 )
 from spillway.methods.mimose.exact import BytesAt
-from spillway.methods.mimose.peaks import alike, highest, holding, limits, outside, seconds_of, simulate
+from spillway.methods.mimose.peaks import alike, highest, holding, limits, outside, seconds_of
 from spillway.methods.mimose.scheduler import select
 from spillway.units import Bytes, Seconds
 
@@ -87,7 +86,7 @@ class PublishedPlanning:
             otherwise=Action.RECOMPUTE,
             projected=max(whole - sum(nbytes[block] for block in chosen), 0),
             available=available,
-            seconds=sum(seconds_at(learned.times[block], size) for block in chosen),
+            seconds=sum(max(learned.times[block].at(size), 0.0) for block in chosen),
             smallest=min((nbytes[block] for block in chosen), default=0),
         )
 
@@ -132,7 +131,7 @@ def _law(samples: Sequence[BlockSample], known: Laws, *, batched: bool) -> Bytes
 
 @final
 class SimulatedPlanning:
-    """Spillway's: estimates that are exact or err upwards, and the cheaper of two plans that hold by `simulate`.
+    """Spillway's: estimates that are exact or err upwards, and the cheaper of two plans that hold in every moment.
 
     One is Algorithm 1's selection, the other `holding`'s. Blocks that only some steps call are planned as if every step
     did.
@@ -218,7 +217,7 @@ class SimulatedPlanning:
             # Fits to a few collecting steps know less than the bounds themselves.
             return self._turn.bound(step.size, turn, proven=False) | self._rest.bound(step.size, rest, proven=False)
         expected = replace(forecast, turn=self._turn.at(step.size), rest=self._rest.at(step.size))
-        over = max(step.peak - simulate(expected, step.recomputed).nbytes, 0)
+        over = max(step.peak - highest(expected, step.recomputed, limits(expected)), 0)
         if over and keeps:
             self._margin = max(self._margin, over)
             self._corrected.add(step.size)
