@@ -19,6 +19,7 @@ from benchmarks import columns
 from benchmarks.record import Benchmark, Check, Result, Row, Tell, frozen
 from papers import TABLES, table
 from papers.dynn_offload.samples import samples_of
+from spillway.pilots.program import Program
 from spillway.pilots.sample_files import RecordedSamples
 
 BINS: Final = ("[0,0.2]", "(0.2,0.4]", "(0.4,0.6]", "(0.6,0.8]", "(0.8,1]")
@@ -96,7 +97,8 @@ def _row(network: str, state: str, kind: str, recorded: Sequence[RecordedSamples
 def _counts(recorded: RecordedSamples, kind: str) -> npt.NDArray[np.int16]:
     known = recorded.architecture
     if kind == DECISIONS:
-        return np.array([known.bits(sample.path) for sample in recorded.samples], np.int16)
+        program = Program(known)
+        return np.array([program.bits(sample.path) for sample in recorded.samples], np.int16)
     numbers = dict[str, int]()
     elements = [*range(len(known.ops))]
     if kind == OPERATORS:

@@ -246,7 +246,7 @@ def test_a_damaged_file_is_found_out_when_the_bytes_are_wanted(memory: Session) 
     put_away(memory, tensor, Move)
     value = storage_of(memory, tensor).value
     assert value is not None
-    file, place, before = memory._engine.backend.tier._file, value.home.offset + 1000, resident(memory)
+    file, place, before = memory._engine.backend.tier._spill.descriptor, value.home.offset + 1000, resident(memory)
     right = os.pread(file, 7, place)
     os.pwrite(file, b"damaged", place)
     assert begin(memory, tensor, Fetch)
@@ -287,7 +287,7 @@ def test_a_process_that_is_forked_waits_for_no_worker_that_it_does_not_have(
     put_away(memory, whole, Move)
     value = storage_of(memory, damaged).value
     assert value is not None
-    file, place = memory._engine.backend.tier._file, value.home.offset + 1000
+    file, place = memory._engine.backend.tier._spill.descriptor, value.home.offset + 1000
     right = os.pread(file, 7, place)
     os.pwrite(file, b"damaged", place)
     gate = Gate(monkeypatch, "read")

@@ -128,7 +128,7 @@ def test_readers_of_the_mapping_see_right_bytes_while_slots_beside_them_are_writ
     def reads() -> None:
         while not ended.is_set():
             for seed in range(0, 40, 2):
-                os.posix_fadvise(tier._file, 0, 0, os.POSIX_FADV_DONTNEED)
+                os.posix_fadvise(tier._spill.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
                 spill_file.forget_pages(tier.mapped(slots[seed]).buffer, tier.mapped(slots[seed]).start, sizes[seed])
                 if not np.array_equal(mapping(tier, slots[seed]), content(sizes[seed], seed)):
                     wrong.append(seed)
@@ -151,7 +151,8 @@ def test_damage_is_noticed_past_the_cache_too(tier: DiskTier) -> None:
     damage(tier, slot.offset + 49_999)
     with pytest.raises(SpillCorruptedError, match="changed since they were written"):
         read(tier, slot)
-    os.ftruncate(tier._file, slot.offset + 8192)  # at an end between two pages reads past the cache may tell more bytes
+    # At an end between two pages reads past the cache may tell more bytes
+    os.ftruncate(tier._spill.descriptor, slot.offset + 8192)
     with pytest.raises(SpillCorruptedError, match=r"ends 40\.83 KiB too early"):
         read(tier, slot)
 
@@ -170,14 +171,14 @@ def test_a_full_disk_is_a_full_disk_past_the_cache_too(tier: DiskTier) -> None:
 def test_where_the_file_system_refuses_it_bytes_go_through_the_cache_and_the_note_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_all = spill_file._write_all
+    write_all = spill_file.write_all
 
     def refuses(descriptor: int, offset: int, source: memoryview) -> None:
         if os.get_blocking(descriptor) and len(source) % 4096 == 0 and offset == 0 and source[:5] == b"spill":
             raise OSError(22, "Invalid argument")
         write_all(descriptor, offset, source)
 
-    monkeypatch.setattr(spill_file, "_write_all", refuses)
+    monkeypatch.setattr(spill_file, "write_all", refuses)
     tier = DiskTier(tmp_path, "direct")
     assert tier.io == "buffered"
     assert tier.io_note.startswith(f"{tmp_path} has no direct I/O (")

@@ -53,8 +53,8 @@ def mapping(tier: DiskTier, slot: Slot) -> Bytes1D:
 
 def damage(tier: DiskTier, offset: int) -> None:
     """Flip a bit in the file, behind the tier's back."""
-    (byte,) = os.pread(tier._file, 1, offset)
-    os.pwrite(tier._file, bytes([byte ^ 1]), offset)
+    (byte,) = os.pread(tier._spill.descriptor, 1, offset)
+    os.pwrite(tier._spill.descriptor, bytes([byte ^ 1]), offset)
 
 
 @contextmanager
@@ -240,7 +240,7 @@ def test_a_file_that_changed_between_steps_is_noticed(tier: DiskTier) -> None:
 
 def test_a_file_that_ends_too_early_is_noticed(tier: DiskTier) -> None:
     slot = write(tier, content(50_000))
-    os.ftruncate(tier._file, slot.offset + 10_000)
+    os.ftruncate(tier._spill.descriptor, slot.offset + 10_000)
     with pytest.raises(SpillCorruptedError, match=r"(?m)^The spill file ends 39\.06 KiB too early\.$"):
         read(tier, slot)
 
@@ -373,9 +373,9 @@ def test_a_directory_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> N
 
 def test_the_file_has_no_name_and_nobody_else_may_open_it(tier: DiskTier, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
-    status = os.fstat(tier._file)
+    status = os.fstat(tier._spill.descriptor)
     assert (stat.S_IMODE(status.st_mode), status.st_nlink) == (0o600, 0)
-    assert not os.get_inheritable(tier._file)
+    assert not os.get_inheritable(tier._spill.descriptor)
 
 
 def test_without_a_directory_it_lies_among_the_temporary_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -388,7 +388,7 @@ def test_without_a_directory_it_lies_among_the_temporary_files(monkeypatch: pyte
 def test_closing_gives_the_file_back_and_leaves_what_is_mapped_readable(tmp_path: Path) -> None:
     tier = DiskTier(tmp_path)
     slot = write(tier, content(50_000))
-    still_mapped, number = mapping(tier, slot), tier._file
+    still_mapped, number = mapping(tier, slot), tier._spill.descriptor
     tier.close()
     assert tier.closed
     with pytest.raises(OSError, match="Bad file descriptor"):

@@ -225,8 +225,8 @@ def test_a_disk_without_room_is_an_error_that_leaves_nothing_behind(tmp_path: Pa
 
 def test_a_slow_disk_is_measured_with_what_it_takes_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[int] = []
-    whole = speed._write_whole
-    monkeypatch.setattr(speed, "_write_whole", lambda file, piece: written.append(1) or whole(file, piece))
+    whole = speed.write_all
+    monkeypatch.setattr(speed, "write_all", lambda file, at, piece: written.append(1) or whole(file, at, piece))
     monkeypatch.setattr(speed, "PATIENCE", 0.0)
     assert speed.disk_speed(tmp_path, 100 * speed.PIECE).out > 0
     assert len(written) == 1

@@ -89,7 +89,8 @@ def make_them_ask(steady: Steadying) -> list[torch.library.Library]:
 
 
 def _asking(operator: Any, full: str, places: tuple[int, ...] | None, steady: Steadying) -> Callable[..., Any]:
-    written = [place for place, given in enumerate(operator._schema.arguments) if _is_written(given)]
+    aliases = [given.alias_info for given in operator._schema.arguments]
+    written = [place for place, alias in enumerate(aliases) if alias is not None and alias.is_write]
 
     def asked(*args: Any, **kwargs: Any) -> Any:
         with _of_torch.DisableTorchFunction():  # a subclass and a mode of the user have had their say
@@ -115,10 +116,6 @@ def _printing(operator: Any, full: str, read: Sequence[torch.Tensor], steady: St
     needed = _COPIES * max(tensor.numel() for tensor in printed) * 8
     with steady(full, printed, (), needed), _of_torch._ExcludeDispatchKeyGuard(_WATCHED):
         return operator._op_dk(_PARTS, *given, **named)
-
-
-def _is_written(argument: Any) -> bool:
-    return argument.alias_info is not None and bool(argument.alias_info.is_write)
 
 
 def _as_it_counts(lengths: torch.Tensor, *, wide: bool) -> torch.Tensor:

@@ -229,7 +229,8 @@ def prefer_huge_pages(address: int, nbytes: Bytes) -> None:
     Only for blocks that have a mapping of their own. In the heap the wish would outlive the block, and ops that create
     little would be given 2 MiB at a time.
     """
-    if _madvise is not None and nbytes > _LARGEST_THRESHOLD and address >= _heap_end():
+    # Mappings lie above the end of the heap.
+    if _madvise is not None and nbytes > _LARGEST_THRESHOLD and _sbrk is not None and address >= _sbrk(0):
         _madvise(*_whole_pages(address, nbytes), _MADV_HUGEPAGE)
 
 
@@ -246,11 +247,6 @@ def give_pages_back(address: int, nbytes: Bytes) -> None:
 def _whole_pages(address: int, nbytes: Bytes) -> tuple[int, Bytes]:
     start = -(-address // _PAGE) * _PAGE
     return start, (address + nbytes - start) // _PAGE * _PAGE
-
-
-def _heap_end() -> int:
-    """Where the heap ends now; mappings lie above it."""
-    return _sbrk(0) if _sbrk is not None else 1 << 64
 
 
 def _of_linux(name: str, given: Sequence[Any], returned: Any = ctypes.c_int) -> Callable[..., int] | None:

@@ -18,14 +18,11 @@ def load_step(path: str | PathLike[str]) -> Recorded:
     """
     text = str(path)
     archived = ".zip:" in text
-    if archived or _is_log(Path(path)):
+    if not archived:
+        with opened(path) as file:  # what is none of both is left to the reader of step files to complain
+            log = b'"INSTRUCTION"' in file.readline(4096)
+    if archived or log:
         name = text.rpartition(":")[2] if archived else Path(path).name
         step = step_of_log(read_dtr_log(path))
         return Recorded(step=step, workload=name.removesuffix(".log"), facts={"source": "an operator log of DTR"})
     return read_step(path)
-
-
-def _is_log(path: Path) -> bool:
-    """Whether the first line is one of a log; what is none of both is left to the reader of step files to complain."""
-    with opened(path) as file:
-        return b'"INSTRUCTION"' in file.readline(4096)

@@ -86,20 +86,15 @@ def read_plan(path: str | PathLike[str], step: Step | None = None) -> PlanFile:
         with fault_in(path, number):
             gaps.append(_gap(record))
     with fault_in(path, 1):
-        found = _plan_file(header, tuple(gaps))
+        first = read_fields(_Header, stated(header), "plan")
+        if first.gaps != len(gaps):
+            raise ValueError(f"{len(gaps)} gaps follow of the {first.gaps} that the first line announces")
+        plan = Plan(step=first.step, allowed=first.allowed, projected=first.projected, gaps=tuple(gaps))
     if step is not None:
-        if found.plan.step != step.digest():
-            reason = f"the plan is for step {found.plan.step:.12}, and this is step {step.digest():.12}"
+        if plan.step != step.digest():
+            reason = f"the plan is for step {plan.step:.12}, and this is step {step.digest():.12}"
             raise FileFormatError(reason, path=path, line=1)
-        verify(found.plan, step, found.plan.allowed)
-    return found
-
-
-def _plan_file(header: dict[str, Any], gaps: tuple[Gap, ...]) -> PlanFile:
-    first = read_fields(_Header, stated(header), "plan")
-    if first.gaps != len(gaps):
-        raise ValueError(f"{len(gaps)} gaps follow of the {first.gaps} that the first line announces")
-    plan = Plan(step=first.step, allowed=first.allowed, projected=first.projected, gaps=gaps)
+        verify(plan, step, plan.allowed)
     return PlanFile(plan=plan, facts=first.facts)
 
 

@@ -255,7 +255,8 @@ def _check_own_cycle(replay: _Replay, step: Step) -> None:
             reason = f"{gap}: {step.ops[number].label} has not run before op {gap.end}"
             raise PlanRejected(reason, rule=Rule.CYCLIC_RECIPE)
     if replay.leaves & replay.created:
-        reason = f"{gap}: the recipe reads {_names(replay.leaves & replay.created, step)} before it creates it"
+        names = " ".join(str(step.values[value]) for value in sorted(replay.leaves & replay.created))
+        reason = f"{gap}: the recipe reads {names} before it creates it"
         raise PlanRejected(reason, rule=Rule.CYCLIC_RECIPE)
 
 
@@ -352,10 +353,6 @@ def _outputs(step: Step, replay: _Replay, own: set[StorageId], place: int) -> By
     storages = {step.values[value].storage for value in needed} - own
     made, room = (sum(step.storages[storage].nbytes for storage in some) for some in (storages, own - there))
     return made - room
-
-
-def _names(values: frozenset[ValueId], step: Step) -> str:
-    return " ".join(str(step.values[value]) for value in sorted(values))
 
 
 # Rules 15 and 16: bytes.

@@ -39,8 +39,4 @@ class Following:
 
     def _grant(self, proposals: Generator[Proposal, bool, None]) -> None:
         self._controller.collect_dead()
-        self._controller.grant_in_turn(proposals, _never)
-
-
-def _never() -> bool:
-    return False
+        self._controller.grant_in_turn(proposals, lambda: False)

@@ -97,7 +97,10 @@ class Replay:
             for storage in distinct:
                 storage.locks -= 1
         self._hand_over(recipe)
-        self._free_used_up(recipe)
+        for value, temporary in list(self._temporaries.items()):
+            if self._last_use.get(value, -1) <= recipe.number:
+                del self._temporaries[value]
+                self._free(temporary)
 
     def _take_outputs(self, recipe: Recipe, bindings: Sequence[Storage], handles: Sequence[object]) -> None:
         """Register what the op created or wrote as temporaries, under the value that they now hold."""
@@ -141,12 +144,6 @@ class Replay:
         ledger.counters.recomputes += 1
         value.storage.touched = ledger.clock
         ledger.release(value)
-
-    def _free_used_up(self, recipe: Recipe) -> None:
-        for value, temporary in list(self._temporaries.items()):
-            if self._last_use.get(value, -1) <= recipe.number:
-                del self._temporaries[value]
-                self._free(temporary)
 
     def _free(self, temporary: Storage) -> None:
         self._ledger.forget(temporary)

@@ -127,9 +127,10 @@ class Planned(AbstractPolicy):
         away = {storage.number for storage in view.moved()}
         yield from self._leave(0, away)
         gone = {self._gaps.storage_of(gap) for gap in self._gaps.starting.get(0, ())}
+        back = Fetch if self._beside(view) and self.begin == "at op" else Restore
         for number, storage in self._storages.items():
             if number not in gone and storage.number in away:
-                yield self._back(view, storage)
+                yield back(storage)
         if self.begin == "at op":
             yield from self._copy(view, 0)
 
@@ -171,10 +172,6 @@ class Planned(AbstractPolicy):
             storage = self._storage(gap)
             if storage is not None and not view.away(storage) and not view.copied(storage):
                 yield Copy(storage)
-
-    def _back(self, view: MemoryView, storage: Candidate) -> Proposal:
-        """How what was moved comes back where its gap ends."""
-        return Fetch(storage) if self._beside(view) and self.begin == "at op" else Restore(storage)
 
     def _beside(self, view: MemoryView) -> bool:
         """Whether copies run beside ops."""

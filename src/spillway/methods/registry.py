@@ -60,10 +60,6 @@ class Method:
         return "block engine" if self.by_block is not None else "tensor engine"
 
 
-def _auto() -> AutoPlanner:
-    return AutoPlanner((ImprovedWindow(), Window()))
-
-
 def _checkmate(time_limit: Seconds = 60.0) -> Checkmate:
     policies = (DTR.named(name) for name in ("dtr", "dtr-eqclass", "msps"))
     return Checkmate(time_limit, starts=(SqrtN, SqrtN.greedy, *policies))
@@ -71,7 +67,7 @@ def _checkmate(time_limit: Seconds = 60.0) -> Checkmate:
 
 METHODS: Mapping[str, Method] = MappingProxyType(
     {
-        AutoPlanner.name: Method(_auto, Auto),
+        AutoPlanner.name: Method(lambda: AutoPlanner((ImprovedWindow(), Window())), Auto),
         KeepAll.name: Method(KeepAll),
         LRU.name: Method(LRU),
         Delta.name: Method(Delta),

@@ -221,11 +221,7 @@ def _gaps(step: Step, lives: Sequence[Life]) -> Iterator[Gap]:
         if storage.nbytes < SMALLEST or storage.kind not in (Kind.OPTIMIZER_STATE, Kind.GRADIENT):
             continue
         for start, end in idle_intervals(life, len(step.ops)):
-            if storage.kind is Kind.OPTIMIZER_STATE or _waits_for_the_update(step, life, start, end):
+            made = start > 0 and step.ops[start - 1].phase is Phase.BACKWARD
+            waits = made and end in life.reads and step.ops[end].phase is Phase.OPTIMIZER  # for the update
+            if storage.kind is Kind.OPTIMIZER_STATE or waits:
                 yield Gap(value=value.id, start=start, end=end, home=Host())
-
-
-def _waits_for_the_update(step: Step, life: Life, start: int, end: int) -> bool:
-    """Whether a gradient that a backward made is next read by the optimizer."""
-    made = start > 0 and step.ops[start - 1].phase is Phase.BACKWARD
-    return made and end in life.reads and step.ops[end].phase is Phase.OPTIMIZER

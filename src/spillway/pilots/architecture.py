@@ -20,7 +20,6 @@ from itertools import groupby
 from typing import Any, Final, cast, final
 
 import numpy as np
-import numpy.typing as npt
 
 from spillway.pilots.paths import BaseType, Numbers, OpSignature, ParameterStorage, PathOp, ResolvedPath
 from spillway.units import format_bytes
@@ -143,12 +142,6 @@ class Architecture:
         """How many bits resolve a path; it grows with what is seen."""
         return len(self.parts) - 1
 
-    def bits(self, path: ResolvedPath) -> npt.NDArray[np.bool_]:
-        """[decisions] Whether each part that does not always run is in a path of this architecture."""
-        found = np.zeros(len(self.parts), np.bool_)
-        found[np.asarray(self.part_of, np.int32)[path.keys]] = True
-        return found[1:]
-
     def in_order(self) -> list[int]:
         """The ops in the order of the program: what a path shows for the first time stands behind what was in front of
         it there."""
@@ -175,7 +168,8 @@ class Architecture:
         parting = dict(self.rows())
         if -1 in parting:
             yield from self._row(-1, parting[-1])
-        calls = [(self._call(key), key) for key in self.in_order()]
+        sites = ((self.ops[key].site, key) for key in self.in_order())
+        calls = [(f"{site.module or 'model'}[{site.call}]", key) for site, key in sites]
         for (call, part), group in groupby(calls, key=lambda one: (one[0], self.part_of[one[1]])):
             keys = [key for _, key in group]
             nbytes = sum(self.parameters[one].nbytes for one in {p for key in keys for p in self.ops[key].parameters})
@@ -198,10 +192,6 @@ class Architecture:
         ways = " | ".join("the end" if one < 0 else str(self.ops[one].site) for one in after[:MOST_WAYS])
         more = f" | {len(after) - MOST_WAYS} more" if len(after) > MOST_WAYS else ""
         yield f"    -> {ways}{more}" + (f"    by {'; '.join(statements)}" if statements else "")
-
-    def _call(self, key: int) -> str:
-        site = self.ops[key].site
-        return f"{site.module or 'model'}[{site.call}]"
 
 
 def control_statements(function: object) -> tuple[str, ...]:

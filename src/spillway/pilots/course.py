@@ -57,18 +57,11 @@ class Course:
         if rank > self._at:
             self._at = rank
         if not self._expected[part]:
-            self._anchor(part)
-        if key in self.program.groups_of_op:
-            self._visit(key, clock)
-
-    def _visit(self, key: int, clock: int) -> None:
-        for group in self.program.groups_of_op[key]:
+            self._expected[part] = True
+            self._uses = self.program.uses_where(np.array(self._expected[1:], np.float32))
+        for group in self.program.groups_of_op.get(key, ()):
             if not self.visits or self.visits[-1][1] != group:
                 self.visits.append((clock, group))
-
-    def _anchor(self, part: int) -> None:
-        self._expected[part] = True
-        self._uses = self.program.uses_where(np.array(self._expected[1:], np.float32))
 
     def ahead(self) -> Sequence[Group]:
         """The group that is in use, as only some of its parameters may have been used yet, and those that are expected

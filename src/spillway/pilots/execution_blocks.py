@@ -8,7 +8,7 @@ computes, the link first takes out what the block before leaves behind, then bri
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import inf
@@ -157,7 +157,9 @@ def search_blocks(touches: Touches, most: Bytes, device: Device, candidates: int
         row = before[k].index(j)
         j, k = k, after[k][place]
         found.append(places[k])
-    tried = [found, filled, *(cuts for cuts in _even_cuts(touches, len(filled) - 1) if _fits(touches, cuts, most))]
+    least = len(filled) - 1
+    even = (_even(weights, count) for weights in _weights(touches) for count in range(least, 2 * least + 1))
+    tried = [found, filled, *(cuts for cuts in even if _fits(touches, cuts, most))]
     return min(tried, key=lambda cuts: block_times(touches, cuts, 2 * most, device, double_buffer=True).seconds)
 
 
@@ -209,11 +211,6 @@ def _even(weights: NDArray[np.float64], count: int) -> list[int]:
     total = np.cumsum(weights)
     inner = np.searchsorted(total, total[-1] * np.arange(1, count) / count) + 1
     return [0, *sorted({int(one) for one in inner if one < len(weights)}), len(weights)]
-
-
-def _even_cuts(touches: Touches, least: int) -> Iterator[list[int]]:
-    for weights in _weights(touches):
-        yield from (_even(weights, count) for count in range(least, 2 * least + 1))
 
 
 def _fits(touches: Touches, cuts: Cuts, most: Bytes) -> bool:

@@ -180,16 +180,15 @@ class Referee:
             if pilot is acting:
                 stalled = found
                 standing.acted += 1
-                self._note(sample, pilot, wrong, found - known)
+                if wrong:
+                    cost = found - known
+                    self.record.mispredictions += 1
+                    self.record.misprediction_seconds += cost
+                    told = Misprediction(step=sample.step, pilot=pilot.name, decisions=wrong, seconds=cost)
+                    self.record.last.append(told)
         self.record.stall_seconds += stalled
         for pilot in self.pilots:
             pilot.learn(sample)
-
-    def _note(self, sample: Sample, pilot: AbstractPilot, wrong: int, cost: Seconds) -> None:
-        if wrong:
-            self.record.mispredictions += 1
-            self.record.misprediction_seconds += cost
-            self.record.last.append(Misprediction(step=sample.step, pilot=pilot.name, decisions=wrong, seconds=cost))
 
     def _foresights(self, pilot: AbstractPilot, sample: Sample) -> list[tuple[int, Foresight]]:
         """What it foresaw, and from which op of the path on it did."""

@@ -19,7 +19,6 @@ Where the paper is silent or contradicts itself (its pilot has 3,260 parameters,
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Final, Self, final
 
@@ -90,7 +89,7 @@ def vectors_of(vectors: Floats, sample: Sample, cuts: Cuts) -> Floats:
 class PublishedPilot(AbstractPilot):
     """Three perceptrons, of which the network's base type selects one, and the known paths.
 
-    It learns ahead of the run alone (`fit`), as published; `learn` records paths and mispredictions.
+    It learns ahead of the run alone (`fit`), as published; `learn` remembers paths and mispredictions.
 
     Arguments:
         allowed: Device memory, of which a block may touch half.
@@ -121,8 +120,6 @@ class PublishedPilot(AbstractPilot):
         self._exact: dict[bytes, ResolvedPath] = {}
         self._mispredicted: dict[bytes, ResolvedPath] = {}
         self._foreseen: tuple[Sample, bytes, ResolvedPath | None] | None = None
-        self.recorded: deque[Sample] = deque(maxlen=RECORDED)
-        """Samples whose forward was mispredicted, to be learned ahead of the next run."""
 
     # ------------------------------------------------------------------ labels
 
@@ -196,7 +193,6 @@ class PublishedPilot(AbstractPilot):
         _, key, path = self._foreseen
         self._foreseen = None
         if path is not sample.path:
-            self.recorded.append(sample)
             self._mispredicted[key] = sample.path
             if len(self._mispredicted) > RECORDED:
                 del self._mispredicted[next(iter(self._mispredicted))]

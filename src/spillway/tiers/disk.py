@@ -103,7 +103,7 @@ class DiskTier:
     @property
     def closed(self) -> bool:
         """Whether the file was given back to the system."""
-        return self._file < 0
+        return self._spill.descriptor < 0
 
     @property
     def io(self) -> SpillIO:
@@ -114,10 +114,6 @@ class DiskTier:
     def io_note(self) -> str:
         """Why that is not what was asked for; empty if it is."""
         return self._spill.note
-
-    @property
-    def _file(self) -> int:
-        return self._spill.descriptor
 
     def write(self, address: int, nbytes: Bytes) -> Slot:
         """Copy `nbytes` at `address` into a slot. Raises SpillFullError if the file system has no room; nothing has
@@ -187,7 +183,8 @@ class DiskTier:
         writing, slot.writing = slot.writing, None
         if writing is not None and not writing.cancel():
             self.log.wait([writing])  # it must not write into what the slot holds next
-        self._forget_pages(slot)
+        mapped = self.mapped(slot)  # private copies of its pages must not show through when it is used again
+        forget_pages(mapped.buffer, mapped.start, slot.capacity)
         del self._in_use[slot.offset]
         if self._readers.may_read(slot.offset):
             self._kept.append(slot)
@@ -355,11 +352,6 @@ class DiskTier:
                 f"{format_bytes(slot.nbytes)} in the spill file at offset {slot.offset} changed since they were "
                 f"written; check the disk under {self.directory}."
             )
-
-    def _forget_pages(self, slot: Slot) -> None:
-        """Private copies of the slot's pages must not show through when the slot is used again."""
-        mapped = self.mapped(slot)
-        forget_pages(mapped.buffer, mapped.start, slot.capacity)
 
 
 def slot_capacity(nbytes: Bytes) -> Bytes:

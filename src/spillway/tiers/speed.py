@@ -17,7 +17,7 @@ from typing import Final, final
 
 from spillway.errors import SpillError, SpillFullError
 from spillway.tiers.disk import DiskTier
-from spillway.tiers.spill_file import PAGE
+from spillway.tiers.spill_file import PAGE, write_all
 from spillway.units import Bytes, MiB, Seconds, format_bytes
 
 SAMPLE: Final[Bytes] = 128 * MiB
@@ -65,7 +65,8 @@ def disk_speed(directory: Path, nbytes: Bytes = SAMPLE) -> Speed:
     with _told(directory, nbytes), tempfile.TemporaryFile(dir=directory, buffering=0) as file:
         began, moved = time.perf_counter(), 0
         for _ in _pieces(nbytes, began):
-            moved += _write_whole(file.fileno(), piece)
+            write_all(file.fileno(), moved, piece)
+            moved += len(piece)
             os.fdatasync(file.fileno())
         written = time.perf_counter()
         with contextlib.suppress(AttributeError, OSError):
@@ -113,13 +114,6 @@ def _pieces(nbytes: Bytes, began: float) -> Iterator[int]:
         if piece and time.perf_counter() - began > PATIENCE:
             return
         yield piece
-
-
-def _write_whole(descriptor: int, piece: memoryview) -> Bytes:
-    done = 0
-    while done < len(piece):
-        done += os.write(descriptor, piece[done:])
-    return done
 
 
 @contextmanager

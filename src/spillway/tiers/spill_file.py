@@ -74,16 +74,16 @@ class SpillFile:
     def write(self, offset: Bytes, address: int, nbytes: Bytes) -> None:
         """Copy bytes into the file, up to the end of their last page with whatever if they go past the cache."""
         if self.io == "buffered":
-            _write_all(self.descriptor, offset, memory_at(address, nbytes))
+            write_all(self.descriptor, offset, memory_at(address, nbytes))
             return
         done = nbytes // PAGE * PAGE if address % PAGE == 0 else 0
         if done:
-            _write_all(self._direct, offset, memory_at(address, done))
+            write_all(self._direct, offset, memory_at(address, done))
         for begin in range(done, nbytes, _PIECE):
             length = min(_PIECE, nbytes - begin)
             buffer, whole = self._buffer(), -(-length // PAGE) * PAGE
             ctypes.memmove(_address(buffer), address + begin, length)
-            _write_all(self._direct, offset + begin, buffer[:whole])
+            write_all(self._direct, offset + begin, buffer[:whole])
 
     def read(self, offset: Bytes, address: int, nbytes: Bytes) -> None:
         """Copy bytes out of the file. Raises SpillCorruptedError if it ends before them."""
@@ -145,7 +145,7 @@ class SpillFile:
         try:
             os.ftruncate(self.descriptor, PAGE)
             buffer[:5] = b"spill"
-            _write_all(self._direct, 0, buffer[:PAGE])
+            write_all(self._direct, 0, buffer[:PAGE])
             buffer[:5] = bytes(5)
             _read_all(self._direct, 0, buffer[:PAGE], PAGE)
             os.ftruncate(self.descriptor, 0)
@@ -197,7 +197,8 @@ def _address(buffer: mmap.mmap | memoryview) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
 
 
-def _write_all(descriptor: int, offset: Bytes, source: memoryview) -> None:
+def write_all(descriptor: int, offset: Bytes, source: memoryview) -> None:
+    """All of the source, from an offset of the file on."""
     done = 0
     while done < len(source):
         done += os.pwrite(descriptor, source[done:], offset + done)

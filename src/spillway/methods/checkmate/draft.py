@@ -81,7 +81,7 @@ class Draft:
         self._natural = np.array([one.end for one in self.idle], dtype=np.int64)
         self._nbytes = np.array([one.nbytes for one in self.idle], dtype=np.int64)
         self._until = self._starts.copy()
-        self._own = np.array([self._seconds_of(one) for one in self.idle])
+        self._own = np.array([step.ops[lives[one.value].created].seconds or 0.0 for one in self.idle])
         self._dying = [() if one.back else self._way_until_death(one) for one in self.idle]
         """Of what never comes back: ops of a recipe that holds nothing longer than it lives; empty if there is none."""
         self._ending: dict[int, set[IdleId]] = defaultdict(set)
@@ -89,9 +89,6 @@ class Draft:
         self._moments_of: dict[ValueId, set[int]] = defaultdict(set)
         self._holds: dict[StorageId, list[tuple[int, int]]] = defaultdict(list)
         self._undo: list[tuple[IdleId, int | None, list[tuple[int, _Replays]]]] = []
-
-    def _seconds_of(self, one: Idle) -> Seconds:
-        return self.step.ops[self.lives[one.value].created].seconds or 0.0
 
     def _way_until_death(self, one: Idle) -> tuple[int, ...]:
         found = self._way_back(one.value, one.start, one.end)

@@ -105,7 +105,10 @@ class PlanCache:
         self._keep(plan)
 
     def _keep(self, plan: BlockPlan) -> _Kept:
-        self._plans[self._bucket(plan.size)] = kept = _Kept(plan, *_good_for(plan))
+        # As far as is easily told there is no better plan for as many available bytes.
+        below = plan.available + max(plan.smallest, 1) if plan.given_up else inf
+        kept = _Kept(plan, plan.projected, below) if plan.holds else _Kept(plan, -inf, plan.projected)
+        self._plans[self._bucket(plan.size)] = kept
         return kept
 
     def doubt(self) -> None:
@@ -116,10 +119,3 @@ class PlanCache:
     def forget(self) -> None:
         self._plans.clear()
         self._largest.clear()
-
-
-def _good_for(plan: BlockPlan) -> tuple[float, float]:
-    """From and below how many available bytes there is no better plan, as far as is easily told."""
-    if not plan.holds:
-        return -inf, plan.projected
-    return plan.projected, plan.available + max(plan.smallest, 1) if plan.given_up else inf

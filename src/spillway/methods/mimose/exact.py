@@ -267,7 +267,8 @@ def _surfaces(samples: Mapping[InputSize, Bytes], batched: bool, windows: bool) 
                 if _near(rows, counted):
                     solved = _solved(rows, counted, spare=1 if quantum == 1 else 2)
                     if solved is not None:
-                        yield _surface(*solved, degree=degree, batched=batched, quantum=quantum, up=up)
+                        (numerators, denominator), unsettled = _whole(solved[0]), (_whole(one)[0] for one in solved[1])
+                        yield _Surface(numerators, denominator, degree, batched, quantum, up, tuple(unsettled))
 
 
 def _near(rows: Sequence[tuple[int, ...]], counted: Sequence[Bytes]) -> bool:
@@ -314,15 +315,6 @@ def _combination(table: Sequence[Sequence[Fraction]], pivots: Sequence[int], fre
     for row, column in enumerate(pivots):
         found[column] = -table[row][free]
     return found
-
-
-def _surface(
-    coefficients: list[Fraction], unsettled: list[list[Fraction]], *, degree: int, batched: bool, quantum: int, up: bool
-) -> _Surface:
-    numerators, denominator = _whole(coefficients)
-    return _Surface(
-        numerators, denominator, degree, batched, quantum, up, tuple(_whole(one)[0] for one in unsettled)
-    )  # fmt: skip
 
 
 def _whole(numbers: Sequence[Fraction]) -> tuple[tuple[int, ...], int]:
