@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Self, TypeAlias, final
@@ -14,6 +14,12 @@ from spillway.units import Bytes, Seconds
 InputSize: TypeAlias = tuple[int, ...]
 """What the size of an input is, one number per dimension that varies: a length, the lengths of encoder and decoder,
 height and width. With `Options.batched` the first is the number of samples, by which all bytes are multiplied."""
+
+
+def of_lengths(size: InputSize, function: Callable[[int], int], *, batched: bool) -> InputSize:
+    """Of each number what the function makes of it, but for a number of samples."""
+    numbers = tuple(map(function, size))
+    return (size[0], *numbers[1:]) if batched else numbers
 
 
 @final

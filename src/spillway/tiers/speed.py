@@ -17,7 +17,7 @@ from typing import Final, final
 
 from spillway.errors import SpillError, SpillFullError
 from spillway.tiers.disk import DiskTier
-from spillway.tiers.spill_file import PAGE, write_all
+from spillway.tiers.spill_file import PAGE, SpillFile, write_all
 from spillway.units import Bytes, MiB, Seconds, format_bytes
 
 SAMPLE: Final[Bytes] = 128 * MiB
@@ -81,31 +81,10 @@ def disk_speed(directory: Path, nbytes: Bytes = SAMPLE) -> Speed:
 
 
 def has_direct_io(directory: Path) -> bool:
-    """Whether a page can be written there past the page cache.
-
-    Raises SpillError if nothing at all can be written there.
-    """
-    flag = getattr(os, "O_DIRECT", 0)
-    with _told(directory, PAGE):
-        descriptor, name = tempfile.mkstemp(prefix="spillway-", dir=directory)
-        try:
-            direct = os.open(name, os.O_RDWR | flag) if flag else -1
-        except OSError:
-            direct = -1
-        finally:
-            os.unlink(name)
-            os.close(descriptor)
-    if direct < 0:
-        return False
-    try:
-        with mmap.mmap(-1, PAGE) as page:  # at a page boundary, as direct I/O asks for
-            return os.pwrite(direct, page, 0) == PAGE
-    except OSError as error:
-        if error.errno == errno.EINVAL:
-            return False
-        raise SpillError(f"Writing to {directory} failed: {error.strerror}.") from error
-    finally:
-        os.close(direct)
+    """Whether a spill file there goes past the page cache if it is to. Raises SpillError if there can be none."""
+    file = SpillFile(directory, "direct")
+    file.close()
+    return file.io == "direct"
 
 
 def _pieces(nbytes: Bytes, began: float) -> Iterator[int]:

@@ -19,7 +19,7 @@ where sizes are many that of the largest there can be.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil, floor, inf, log
@@ -41,6 +41,7 @@ from spillway.methods.by_block import (
     InputSize,
     Phase,
     StepSample,
+    of_lengths,
 )
 from spillway.methods.mimose.choices import Options
 from spillway.methods.mimose.planning import SimulatedPlanning
@@ -231,7 +232,7 @@ class Auto(AbstractBlockMethod):
         if largest is None or any(mine > known for mine, known in zip(size, largest, strict=True)):
             largest = tuple(map(max, size, largest or size))
             if len(self._largest) >= VARIED and len(bucket) == len(size) and self._bytes.settled:
-                largest = tuple(map(max, self._each(size, _last), largest))
+                largest = tuple(map(max, of_lengths(size, _last, batched=self._options.batched), largest))
             self._plans.pop(bucket, None)
         self._largest[bucket] = largest
         known = self._plans.get(bucket)
@@ -253,13 +254,8 @@ class Auto(AbstractBlockMethod):
         return replace(known.plan, projected=projected, step_seconds=known.plan.step_seconds * self._pace)
 
     def _bucket(self, size: InputSize) -> InputSize:
-        bucket = self._each(size, _edge)
+        bucket = of_lengths(size, _edge, batched=self._options.batched)
         return (*size, -1) if bucket in self._alone else bucket
-
-    def _each(self, size: InputSize, function: Callable[[int], int]) -> InputSize:
-        """Of its numbers, but for a number of samples."""
-        numbers = tuple(map(function, size))
-        return (size[0], *numbers[1:]) if self._options.batched else numbers
 
     def problem(self, size: InputSize, available: Bytes) -> BlockProblem:
         return self._menus.problem(self._bytes.forecast(size), available, size, moves=self._moves)

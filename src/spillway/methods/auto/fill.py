@@ -141,12 +141,7 @@ class Filler:
     def trimmed(self, choice: Sequence[int]) -> list[int]:
         """What the last steps freed too much is given back, from the last block on: to what takes fewest seconds."""
         clock, choice = self.clock, list(choice)
-        held = 0
-        slack: list[Bytes] = []
-        for rows, option, gradients in zip(clock.rows, choice, clock.gradients, strict=True):
-            row = rows[option]
-            slack.append(clock.available - held - max(row[2], gradients + row[3]))
-            held += row[0]
+        slack = clock.slack(clock.picked(choice))
         least: float = inf
         for number in range(len(choice) - 1, -1, -1):
             option = choice[number]

@@ -9,7 +9,7 @@ from random import Random
 from typing import Final, TypeAlias
 
 from spillway.methods.auto.simulate import Clock, Row
-from spillway.units import Bytes, Seconds
+from spillway.units import Seconds
 
 DRAWN: Final = 10
 """Moves that are drawn for each that is simulated; most are seen to gain nothing, or not to fit, without that."""
@@ -99,11 +99,7 @@ def _best_of_all(clock: Clock, begin: Timed, timed: Timing) -> Timed:
 
 def _room_after(clock: Clock, taken: Sequence[Row]) -> list[float]:
     """By block: how many more bytes it may hold, for all blocks after it."""
-    held = clock.available
-    slack: list[Bytes] = []
-    for row, gradients in zip(taken, clock.gradients, strict=True):
-        slack.append(held - max(row[2], gradients + row[3]))
-        held -= row[0]
+    slack = clock.slack(taken)
     after, least = [inf] * len(slack), inf
     for number in range(len(slack) - 1, -1, -1):
         after[number] = least

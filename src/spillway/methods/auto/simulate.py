@@ -97,6 +97,14 @@ class Clock:
             held += row[0]
         return most
 
+    def slack(self, rows: Sequence[Row]) -> list[Bytes]:
+        """By block: what is left of what is available beside it and what blocks before it hold."""
+        left, found = self.available, []
+        for row, gradients in zip(rows, self.gradients, strict=True):
+            found.append(left - max(row[2], gradients + row[3]))
+            left -= row[0]
+        return found
+
     def seconds(self, rows: Sequence[Row], below: Seconds = inf) -> Seconds:
         """Of the step; infinite where the rows do not fit, or take `below` or longer."""
         return self._run(rows, below)[0]

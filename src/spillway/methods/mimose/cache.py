@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import floor, inf, log, log1p
 from typing import Final, final
 
-from spillway.methods.by_block import BlockPlan, InputSize
+from spillway.methods.by_block import BlockPlan, InputSize, of_lengths
 from spillway.units import Bytes
 
 MOST: Final = 10_000
@@ -57,23 +57,18 @@ class PlanCache:
 
     def rounded(self, size: InputSize) -> InputSize:
         """The size that a plan for this one is made for."""
-        interval = self.interval
-        if interval == 1:
-            if not self.share:
-                return size
-            bucket = self._bucket(size)
-            self._largest[bucket] = largest = tuple(map(max, size, self._largest.get(bucket, size)))
-            return largest
-        if self.batched:
-            return size[0], *(-(-length // interval) * interval for length in size[1:])
-        return tuple(-(-length // interval) * interval for length in size)
+        if self.interval > 1:
+            return of_lengths(size, lambda length: -(-length // self.interval) * self.interval, batched=self.batched)
+        bucket = self._bucket(size)
+        self._largest[bucket] = largest = tuple(map(max, size, self._largest.get(bucket, size)))
+        return largest
 
     def _bucket(self, size: InputSize) -> InputSize:
         """Sizes that have one plan have one of these: of each length how often it holds 1 + share as a factor."""
         if not self.share or self.interval > 1:
             return size
-        steps = [floor(log(length) / log1p(self.share)) if length > 0 else -1 for length in size]
-        return (size[0], *steps[1:]) if self.batched else tuple(steps)
+        one = log1p(self.share)
+        return of_lengths(size, lambda n: floor(log(n) / one) if n > 0 else -1, batched=self.batched)
 
     def find(
         self, rounded: InputSize, available: Bytes, look: Callable[[BlockPlan], BlockPlan | None] | None = None

@@ -107,22 +107,8 @@ class _Rivals:
 
 @final
 @dataclass(frozen=True, slots=True)
-class _Pair:
-    """Whole windows of two widths side by side: pictures padded for attention in windows, and blocks with a stride."""
-
-    numerators: tuple[int, ...]
-    """Of 1, of the product of all lengths in narrow windows, and of that in wide ones."""
-    denominator: int
-    shape: _Windows
-
-    def __call__(self, size: InputSize) -> Bytes:
-        return max(-(-_dot(self.numerators, self.shape.features(size)) // self.denominator), 0)
-
-
-@final
-@dataclass(frozen=True, slots=True)
 class _Windows:
-    """Which windows those are."""
+    """Whole windows of two widths side by side: pictures padded for attention in windows, and blocks with a stride."""
 
     narrow: int
     wide: int
@@ -144,10 +130,11 @@ class _Windows:
 class _Pairs:
     """All pairs of windows that the samples allow: the largest counts."""
 
-    laws: tuple[_Pair, ...]
+    laws: tuple[tuple[tuple[int, ...], int, _Windows], ...]
+    """Numerators of 1, of the product of all lengths in narrow windows, and of that in wide ones; their denominator."""
 
     def __call__(self, size: InputSize) -> Bytes:
-        return max(law(size) for law in self.laws)
+        return max(0, *(-(-_dot(over, shape.features(size)) // under) for over, under, shape in self.laws))
 
 
 Answering: TypeAlias = Parabola | _Line | _Rivals | _Pairs
@@ -209,7 +196,7 @@ def _pairs(samples: Mapping[InputSize, Bytes], batched: bool) -> _Pairs | None:
     for shape in (shape for shape, miss in zip(shapes, misses, strict=True) if miss < NEAR):
         solved = _solved([shape.features(size) for size in sizes], counted, spare=2)
         if solved is not None and not solved[1]:
-            found.append(_Pair(*_whole(solved[0]), shape))
+            found.append((*_whole(solved[0]), shape))
     return _Pairs(tuple(found)) if found else None
 
 
