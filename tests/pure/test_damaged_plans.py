@@ -11,7 +11,7 @@ import pytest
 
 from spillway.costs import device_named
 from spillway.errors import PlanRejected
-from spillway.ir import Disk, Gap, Host, Packed, Plan, Recompute, Rule, Step, verify
+from spillway.ir import Gap, Host, Plan, Recompute, Rule, Step, verify
 from spillway.ir.account import account
 from spillway.ir.lives import Life, lives_of
 from spillway.methods import Problem, SqrtN, Swap, ZeroOffload
@@ -111,7 +111,7 @@ class Damage:
         value = self.value(lambda life: life.overwritten is not None and life.overwritten > life.created)
         written = self.lives[value].overwritten if value is not None else None
         return None if value is None or written is None else self.added(
-            Gap(value=value, start=written, end=written + 1, home=Disk())
+            Gap(value=value, start=written, end=written + 1, home=Host())
         )  # fmt: skip
 
     def a_gap_after_death(self) -> Plan | None:
@@ -131,20 +131,6 @@ class Damage:
     def a_gap_twice(self) -> Plan | None:
         gap = self.some(lambda gap, life: True)
         return gap and self.added(replace(gap, home=Host()))
-
-    def a_lossy_home(self) -> Plan | None:
-        return self.changed(self.some(lambda gap, life: True), home=Packed(nbytes=0, lossy=True))
-
-    def a_lossy_home_before_a_forward_use(self) -> Plan | None:
-        def forward_later(life: Life) -> bool:
-            return life.created < 0 and len(life.reads) > 0 and life.reads[0] > 0 and (
-                self.step.ops[life.reads[0]].phase == "forward"
-            )  # fmt: skip
-
-        value = self.value(forward_later)
-        return None if value is None else self.added(
-            Gap(value=value, start=0, end=self.lives[value].reads[0], home=Packed(nbytes=0, lossy=True))
-        )  # fmt: skip
 
     def a_recipe_for_something_else(self) -> Plan | None:
         gap = self.recomputed()
@@ -204,7 +190,7 @@ class Damage:
                 after = min([read for read in life.reads if read >= gap.end] + [life.ends, self.ops])
                 before = max((use for use in life.uses if use < gap.end), default=-1)
                 if before + 1 <= gap.end < after:
-                    return self.added(Gap(value=leaf, start=gap.end, end=after, home=Disk()))
+                    return self.added(Gap(value=leaf, start=gap.end, end=after, home=Host()))
         return None
 
     def a_leaf_that_is_dead(self) -> Plan | None:
@@ -257,8 +243,6 @@ WAYS: dict[Callable[[Damage], Plan | None], tuple[Rule, str]] = {
     Damage.a_gap_over_the_read_that_ends_it: (Rule.GAP_OVER_READ, "reads the value"),
     Damage.a_gap_over_an_earlier_read: (Rule.GAP_OVER_READ, "reads the value"),
     Damage.a_gap_twice: (Rule.OVERLAPPING_GAPS, "both hold"),
-    Damage.a_lossy_home: (Rule.LOSSY_REFUSED, "did not allow"),
-    Damage.a_lossy_home_before_a_forward_use: (Rule.LOSSY_TOO_EARLY, "last forward use"),
     Damage.a_recipe_for_something_else: (Rule.RECIPE_WITHOUT_VALUE, "creates the value"),
     Damage.an_op_that_cannot_be_replayed: (Rule.NOT_REPLAYABLE, "cannot be replayed"),
     Damage.a_recipe_from_the_future: (Rule.CYCLIC_RECIPE, "has not run before"),
@@ -284,7 +268,7 @@ def test_a_damaged_plan_is_rejected_by_the_rule_that_was_broken(way: Callable[[D
         if plan is None:
             continue
         with pytest.raises(PlanRejected, match=words) as caught:
-            verify(plan, given.step, plan.allowed, lossy=rule is Rule.LOSSY_TOO_EARLY)
+            verify(plan, given.step, plan.allowed)
         assert caught.value.rule == rule
         damaged += 1
         if damaged == WANTED:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spillway.ir import Gap, Host, Kind, Plan, Rule, Step
+from spillway.ir import Gap, Host, Kind, Plan, Recompute, Rule, Step
 from spillway.ir.account import account
 from spillway.ir.lives import idle_intervals, lives_of
 from spillway.ir.recipes import recipe, replayed
@@ -18,11 +18,18 @@ from tests.pure.test_ir_verify import FILL, M1, STEP, TWINS, A, C, G, X, gap
 @given(steps_with_plans())
 def test_the_account_of_planners_is_that_of_the_verifier(case: tuple[Step, Plan]) -> None:
     step, plan = case
-    if verdict(plan, step) is not None:
+    # Of what a gap holds before it exists, which no planner does, the verifier counts bytes and the account none.
+    if any(_unborn(gap, step) for gap in plan.gaps) or verdict(plan, step) is not None:
         return
     peak = account(step, plan.gaps, lives_of(step)).peak
     assert verdict(plan, step, peak) is None
     assert peak == 0 or verdict(plan, step, peak - 1) == Rule.OVER_BUDGET
+
+
+def _unborn(gap: Gap, step: Step) -> bool:
+    held = gap.home.held if isinstance(gap.home, Recompute) else ()
+    storages = [step.storages[step.values[leaf].storage] for leaf in held]
+    return any(storage.alive_from >= gap.start and not storage.present_at_start for storage in storages)
 
 
 @given(steps())
@@ -83,14 +90,8 @@ def test_temporaries_are_what_a_replay_needs_at_once() -> None:
 
 def test_ops_are_counted_as_often_as_they_run_again() -> None:
     one, two = (0, 1, 2), (0, 1)
-    homes = [gap(value, 3, 4, home).home for value, home in ((3, _recompute(one)), (2, _recompute(two)))]
+    homes = [gap(value, 3, 4, home).home for value, home in ((3, Recompute(ops=one)), (2, Recompute(ops=two)))]
     assert replayed([(4, 3, homes[0]), (4, 2, homes[1])], TWINS) == [0, 1, 0, 1, 2]  # type: ignore[list-item]
     # What comes back on the way of another needs no replay of its own.
     assert replayed([(4, 1, homes[1]), (4, 2, homes[1])], TWINS) == [0, 1]  # type: ignore[list-item]
     assert {storage.kind for storage in TWINS.storages} == {Kind.PARAMETER, Kind.ACTIVATION}
-
-
-def _recompute(ops: tuple[int, ...]):  # type: ignore[no-untyped-def]
-    from spillway.ir import Recompute
-
-    return Recompute(ops=ops)

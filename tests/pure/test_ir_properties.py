@@ -10,13 +10,11 @@ from hypothesis import strategies as st
 
 from spillway.errors import PlanRejected
 from spillway.ir import (
-    Disk,
     Gap,
     Home,
     Host,
     Kind,
     Op,
-    Packed,
     Phase,
     Plan,
     Recompute,
@@ -119,10 +117,10 @@ def test_a_gap_stretched_over_a_use_is_rejected(step: Step) -> None:
     beyond = {Rule.GAP_OVER_READ, Rule.GAP_AFTER_OVERWRITE, Rule.GAP_AFTER_DEATH, Rule.UNKNOWN_NAME}
     before = {Rule.GAP_OVER_READ, Rule.GAP_BEFORE_CREATION}
     for value, start, end in idle_intervals(step):
-        late = Gap(value=value, start=start, end=end + 1, home=Disk())
+        late = Gap(value=value, start=start, end=end + 1, home=Host())
         assert verdict(plan_of(step, [late]), step) in beyond
         if start > 0:
-            early = Gap(value=value, start=start - 1, end=end, home=Disk())
+            early = Gap(value=value, start=start - 1, end=end, home=Host())
             assert verdict(plan_of(step, [early]), step) in before
 
 
@@ -154,7 +152,7 @@ def unchanged_and_reachable(step: Step, value: Value, gap: Gap) -> bool:
 @given(steps())
 def test_every_op_of_a_smallest_recipe_is_needed(step: Step) -> None:
     for value, start, end in idle_intervals(step):
-        gap = Gap(value=value, start=start, end=end, home=Disk())
+        gap = Gap(value=value, start=start, end=end, home=Host())
         home = recipe(step, gap)
         is_read = value in [number for op in step.ops[end : end + 1] for number in op.reads]
         if not is_read or verdict(plan_of(step, [replace(gap, home=home)]), step) is not None:
@@ -176,7 +174,7 @@ def steps_with_plans(draw: st.DrawFn) -> tuple[Step, Plan]:
     ):
         start = draw(st.integers(first, last - 1))
         end = draw(st.integers(start + 1, last))
-        gaps.append(Gap(value=value, start=start, end=end, home=Disk()))
+        gaps.append(Gap(value=value, start=start, end=end, home=Host()))
     return step, plan_of(step, [replace(gap, home=draw(homes(step, gap))) for gap in gaps])
 
 
@@ -189,8 +187,7 @@ def homes(step: Step, gap: Gap) -> st.SearchStrategy[Home]:
         st.builds(Recompute, ops=st.just(whole.ops), held=st.just(whole.held), temporaries=few),
         st.builds(Recompute, ops=st.just(whole.ops), held=held, temporaries=few),
         st.builds(Recompute, ops=more, held=st.just(whole.held), temporaries=few),
-        st.just(Disk()),
-        st.builds(Packed, nbytes=few, lossy=st.just(False)),
+        st.just(Host()),
     )
 
 

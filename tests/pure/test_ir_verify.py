@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from spillway.errors import PlanRejected
-from spillway.ir import Disk, Gap, Home, Host, Kind, Op, Packed, Phase, Plan, Recompute, Rule, Step, Value, verify
+from spillway.ir import Gap, Home, Host, Kind, Op, Phase, Plan, Recompute, Rule, Step, Value, verify
 from spillway.ir import StorageInfo as Info
 from tests.pure.counted_lines import grows_no_faster_than_n_log_n, lines_run
 from tests.pure.linear_graphs import linear_step
@@ -70,10 +70,10 @@ def plan(*gaps: Gap, step: Step = STEP, projected: int = 10**6) -> Plan:
     return Plan(step=step.digest(), allowed=projected, projected=projected, gaps=gaps)
 
 
-def rule_broken(given: Plan, allowed: int = 10**6, *, step: Step = STEP, lossy: bool = False) -> str | None:
+def rule_broken(given: Plan, allowed: int = 10**6, *, step: Step = STEP) -> str | None:
     """The verdict: the rule that the plan breaks, or None."""
     try:
-        verify(given, step, allowed, lossy=lossy)
+        verify(given, step, allowed)
     except PlanRejected as rejected:
         return rejected.rule
     return None
@@ -151,14 +151,7 @@ def test_an_empty_plan_needs_the_plain_peak() -> None:
     ("gaps", "peak"),
     [
         # W is read by no op from 1 to 6, and so is not there during op 6, the fullest.
-        ([gap(W, 1, 7, Disk())], 212),
         ([gap(W, 1, 7, Host())], 212),
-        ([gap(W, 1, 7, Packed(nbytes=0, lossy=False))], 212),
-        # Its packed form counts as long as it waits.
-        ([gap(W, 1, 7, Packed(nbytes=5, lossy=False))], 217),
-        # During op 4 there are A, B, C, L and what is packed; with A gone there is X instead, which its gap holds.
-        ([gap(W, 1, 5, Packed(nbytes=1000, lossy=False))], 1060),
-        ([gap(W, 1, 5, Packed(nbytes=1000, lossy=False)), gap(A, 2, 6, Recompute(ops=(0,), held=(X,)))], 1058),
         # Before op 6 there are W, A, C, G, the held X and the temporaries, and GW is not there yet.
         ([gap(A, 2, 6, Recompute(ops=(0,), held=(X,), temporaries=1000))], 1087),
         # Replays run one by one: the smaller temporaries are gone when the larger come.
@@ -170,7 +163,7 @@ def test_an_empty_plan_needs_the_plain_peak() -> None:
             1087,
         ),
         # A gap that is over counts no more, one that has not begun counts not yet.
-        ([gap(A, 2, 3, Packed(nbytes=150, lossy=False)), gap(A, 3, 4, Disk())], PLAIN_PEAK),
+        ([gap(A, 2, 3, Host()), gap(A, 3, 4, Host())], PLAIN_PEAK),
     ],
 )
 def test_bytes_are_counted_op_by_op(gaps: list[Gap], peak: int) -> None:
@@ -179,12 +172,12 @@ def test_bytes_are_counted_op_by_op(gaps: list[Gap], peak: int) -> None:
 
 def test_what_waits_elsewhere_counts_not_even_if_it_is_held() -> None:
     held = gap(A, 3, 6, Recompute(ops=(0,), held=(X,)))
-    counted = plan(held, gap(X, 3, 4, Disk()), gap(W, 3, 4, Packed(nbytes=1000, lossy=False)), step=LATER_INPUT)
-    assert counted_peak(counted, step=LATER_INPUT) == 1024  # During op 3: B, C, and what is packed.
+    counted = plan(held, gap(X, 3, 4, Host()), gap(W, 3, 4, Host()), step=LATER_INPUT)
+    assert list(sys.modules[verify.__module__]._during(counted, LATER_INPUT))[3] == 24  # B and C
 
 
 def test_what_waits_elsewhere_at_the_end_may_stay_there() -> None:
-    assert counted_peak(plan(gap(M1, 2, 3, Disk()), step=FILL), step=FILL) == 6
+    assert counted_peak(plan(gap(M1, 2, 3, Host()), step=FILL), step=FILL) == 6
 
 
 def test_a_recipe_that_ends_with_the_step_is_replayed_after_the_last_op() -> None:
@@ -196,14 +189,14 @@ def test_a_recipe_that_ends_with_the_step_is_replayed_after_the_last_op() -> Non
     ("gaps", "step"),
     [
         # Both ends of what is possible: right after the op that creates it, and up to the op that reads it.
-        ([gap(A, 2, 6, Disk())], STEP),
+        ([gap(A, 2, 6, Host())], STEP),
         ([gap(X, 1, 2, Host())], STEP),
-        ([gap(W, 1, 7, Disk()), gap(A, 2, 4, Disk()), gap(A, 4, 6, Disk())], STEP),
+        ([gap(W, 1, 7, Host()), gap(A, 2, 4, Host()), gap(A, 4, 6, Host())], STEP),
         # A gap that begins where a leaf dies holds it in time.
         ([gap(A, 3, 6, Recompute(ops=(0,), held=(X,)))], STEP),
         ([gap(C, 3, 4, Recompute(ops=(1, 2), held=(X,), temporaries=8))], STEP),
         # A leaf that is back before the same op is there.
-        ([gap(A, 2, 6, Recompute(ops=(0,), held=(X,))), gap(W, 1, 6, Disk())], STEP),
+        ([gap(A, 2, 6, Recompute(ops=(0,), held=(X,))), gap(W, 1, 6, Host())], STEP),
         # One gap takes over from another what both hold.
         ([gap(A, 2, 5, Recompute(ops=(0,), held=(X,))), gap(A, 5, 6, Recompute(ops=(0,), held=(X,)))], STEP),
         # What is dead or written over, unread, when the gap ends does not come back, and needs no recipe.
@@ -218,8 +211,8 @@ def test_a_recipe_that_ends_with_the_step_is_replayed_after_the_last_op() -> Non
         ([gap(M, 0, 1, Host())], FILL),
         # Each needs the other's storage, and neither waits for the other.
         ([gap(P, 3, 4, Recompute(ops=(0,))), gap(Q, 3, 4, Recompute(ops=(1,)))], TWINS),
-        ([gap(P, 3, 4, Recompute(ops=(0, 2), temporaries=8)), gap(Q, 3, 4, Disk())], TWINS),
-        ([gap(P, 3, 4, Recompute(ops=(0,))), gap(V, 2, 3, Disk())], FILLED_TWINS),
+        ([gap(P, 3, 4, Recompute(ops=(0, 2), temporaries=8)), gap(Q, 3, 4, Host())], TWINS),
+        ([gap(P, 3, 4, Recompute(ops=(0,))), gap(V, 2, 3, Host())], FILLED_TWINS),
     ],
 )
 def test_a_plan_that_could_run_is_accepted(gaps: list[Gap], step: Step) -> None:
@@ -229,22 +222,22 @@ def test_a_plan_that_could_run_is_accepted(gaps: list[Gap], step: Step) -> None:
 @pytest.mark.parametrize(
     ("gaps", "step", "rule"),
     [
-        ([gap(10, 1, 2, Disk())], STEP, "unknown-name"),
-        ([gap(-1, 1, 2, Disk())], STEP, "unknown-name"),
-        ([gap(GW, 8, 9, Disk())], STEP, "unknown-name"),
+        ([gap(10, 1, 2, Host())], STEP, "unknown-name"),
+        ([gap(-1, 1, 2, Host())], STEP, "unknown-name"),
+        ([gap(GW, 8, 9, Host())], STEP, "unknown-name"),
         ([gap(A, 2, 6, Recompute(ops=(8,)))], STEP, "unknown-name"),
         ([gap(A, 2, 6, Recompute(ops=(0,), held=(10,)))], STEP, "unknown-name"),
-        ([gap(A, 0, 1, Disk())], STEP, "gap-before-creation"),
-        ([gap(C, 1, 4, Disk())], STEP, "gap-before-creation"),
-        ([gap(B, 3, 4, Disk())], STEP, "gap-after-overwrite"),
-        ([gap(B, 5, 6, Disk())], STEP, "gap-after-overwrite"),
-        ([gap(X, 3, 4, Disk())], STEP, "gap-after-death"),
-        ([gap(A, 7, 8, Disk())], STEP, "gap-after-death"),
-        ([gap(A, 1, 6, Disk())], STEP, "gap-over-read"),
-        ([gap(A, 2, 7, Disk())], STEP, "gap-over-read"),
-        ([gap(W, 0, 1, Disk())], STEP, "gap-over-read"),
-        ([gap(A, 2, 5, Disk()), gap(A, 4, 6, Host())], STEP, "overlapping-gaps"),
-        ([gap(A, 2, 6, Disk()), gap(A, 2, 6, Disk())], STEP, "overlapping-gaps"),
+        ([gap(A, 0, 1, Host())], STEP, "gap-before-creation"),
+        ([gap(C, 1, 4, Host())], STEP, "gap-before-creation"),
+        ([gap(B, 3, 4, Host())], STEP, "gap-after-overwrite"),
+        ([gap(B, 5, 6, Host())], STEP, "gap-after-overwrite"),
+        ([gap(X, 3, 4, Host())], STEP, "gap-after-death"),
+        ([gap(A, 7, 8, Host())], STEP, "gap-after-death"),
+        ([gap(A, 1, 6, Host())], STEP, "gap-over-read"),
+        ([gap(A, 2, 7, Host())], STEP, "gap-over-read"),
+        ([gap(W, 0, 1, Host())], STEP, "gap-over-read"),
+        ([gap(A, 2, 5, Host()), gap(A, 4, 6, Host())], STEP, "overlapping-gaps"),
+        ([gap(A, 2, 6, Host()), gap(A, 2, 6, Host())], STEP, "overlapping-gaps"),
         ([gap(A, 2, 6, Recompute(ops=(), held=(X,)))], STEP, "recipe-without-value"),
         ([gap(A, 2, 6, Recompute(ops=(1,), held=(X,)))], STEP, "recipe-without-value"),
         ([gap(W, 1, 7, Recompute(ops=(0,), held=(X,)))], STEP, "recipe-without-value"),
@@ -265,10 +258,10 @@ def test_a_plan_that_could_run_is_accepted(gaps: list[Gap], step: Step) -> None:
             "cyclic-recipe",
         ),
         # The leaf is not there: it is in a gap, or was when it died, or is in one that does not come back.
-        ([gap(A, 2, 6, Recompute(ops=(0,), held=(X,))), gap(W, 1, 7, Disk())], STEP, "missing-leaf"),
-        ([gap(A, 3, 6, Recompute(ops=(0,), held=(X,))), gap(X, 3, 4, Disk())], LATE_INPUT, "missing-leaf"),
-        ([gap(P, 3, 4, Recompute(ops=(0,))), gap(V, 2, 4, Disk())], FILLED_TWINS, "missing-leaf"),
-        ([gap(M1, 2, 3, Recompute(ops=(1,))), gap(T, 2, 3, Disk())], KEPT_FILL, "missing-leaf"),
+        ([gap(A, 2, 6, Recompute(ops=(0,), held=(X,))), gap(W, 1, 7, Host())], STEP, "missing-leaf"),
+        ([gap(A, 3, 6, Recompute(ops=(0,), held=(X,))), gap(X, 3, 4, Host())], LATE_INPUT, "missing-leaf"),
+        ([gap(P, 3, 4, Recompute(ops=(0,))), gap(V, 2, 4, Host())], FILLED_TWINS, "missing-leaf"),
+        ([gap(M1, 2, 3, Recompute(ops=(1,))), gap(T, 2, 3, Host())], KEPT_FILL, "missing-leaf"),
         # The leaf is dead: not held, held by another gap only, or by this one too late.
         ([gap(A, 2, 6, Recompute(ops=(0,)))], STEP, "missing-leaf"),
         ([gap(A, 2, 3, Recompute(ops=(0,)))], STEP, "missing-leaf"),
@@ -284,7 +277,7 @@ def test_a_plan_that_could_run_is_accepted(gaps: list[Gap], step: Step) -> None:
         ([gap(C, 3, 4, Recompute(ops=(2,), held=(X, B)))], STEP, "missing-leaf"),
         # B is a temporary of the recipe.
         ([gap(C, 3, 4, Recompute(ops=(1, 2), held=(X,), temporaries=7))], STEP, "understated-replay"),
-        ([gap(P, 3, 4, Recompute(ops=(0, 2), temporaries=7)), gap(Q, 3, 4, Disk())], TWINS, "understated-replay"),
+        ([gap(P, 3, 4, Recompute(ops=(0, 2), temporaries=7)), gap(Q, 3, 4, Host())], TWINS, "understated-replay"),
         ([gap(R, 3, 4, Recompute(ops=(0, 1, 2), temporaries=5))], TWINS, "understated-replay"),
     ],
 )
@@ -306,30 +299,12 @@ def test_a_plan_may_not_project_less_than_it_needs() -> None:
     assert rule_broken(plan(projected=PLAIN_PEAK - 1)) == "understated-peak"
 
 
-LOSSY = Packed(nbytes=1, lossy=True)
-
-
-@pytest.mark.parametrize("lossless", [Packed(nbytes=1, lossy=False), Disk()])
-def test_a_lossless_home_needs_no_leave(lossless: Home) -> None:
-    assert rule_broken(plan(gap(A, 2, 6, lossless))) is None
-
-
-def test_a_lossy_home_is_the_users_to_allow() -> None:
-    assert rule_broken(plan(gap(A, 2, 6, LOSSY))) == "lossy-refused"
-    assert rule_broken(plan(gap(A, 2, 6, LOSSY)), lossy=True) is None
-
-
-@pytest.mark.parametrize(("given", "step"), [(gap(C, 3, 4, LOSSY), STEP), (gap(M1, 2, 3, LOSSY), FILL)])
-def test_a_lossy_home_comes_after_the_last_forward_use(given: Gap, step: Step) -> None:
-    assert rule_broken(plan(given, step=step), step=step, lossy=True) == "lossy-too-early"
-
-
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
         (
-            plan(gap(A, 1, 6, Disk())),
-            "gap-over-read: value 2 during [1, 6): disk holds op 1 (dropout), which reads the value.",
+            plan(gap(A, 1, 6, Host())),
+            "gap-over-read: value 2 during [1, 6): host holds op 1 (dropout), which reads the value.",
         ),
         (
             plan(gap(C, 3, 4, Recompute(ops=(2,), held=(X,)))),

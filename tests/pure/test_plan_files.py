@@ -11,7 +11,7 @@ import pytest
 import spillway
 from spillway.cli import main
 from spillway.errors import BudgetError, FileFormatError, PlanRejected, SpillwayError, UnknownMethodError
-from spillway.ir import Disk, Gap, Host, Packed, Plan, Recompute
+from spillway.ir import Gap, Host, Plan, Recompute
 from spillway.ir.plan_files import read_plan, write_plan
 from spillway.ir.step_files import Recorded, write_step
 from spillway.methods import LRU, Problem, SqrtN
@@ -27,8 +27,8 @@ PLAN = Plan(
     gaps=(
         Gap(value=2, start=3, end=14, home=Recompute(ops=(1,), temporaries=7)),
         Gap(value=3, start=4, end=13, home=Host()),
-        Gap(value=4, start=5, end=12, home=Disk()),
-        Gap(value=5, start=6, end=11, home=Packed(nbytes=5, lossy=False)),
+        Gap(value=4, start=5, end=12, home=Host()),
+        Gap(value=5, start=6, end=11, home=Host()),
     ),
 )
 

@@ -1,7 +1,7 @@
 """The nouns: a recorded step, a plan for it, what verifies it, and the timeline of what happened. No torch."""
 
 from spillway.ir.files import RunFile, RunWriter, read_run
-from spillway.ir.plan import Disk, Gap, Home, Host, Packed, Plan, Recompute
+from spillway.ir.plan import Gap, Home, Host, Plan, Recompute
 from spillway.ir.spans import Lane, Span, Transfers, Work
 from spillway.ir.step import Op, Phase, Saving, Step, StorageId, StorageInfo, Value, ValueId
 from spillway.ir.step_files import Recorded, read_step, write_step
@@ -12,7 +12,6 @@ from spillway.ir.verify import Rule, verify
 __all__ = [
     "BlocksAtPeak",
     "Change",
-    "Disk",
     "Event",
     "Gap",
     "HeldByBlock",
@@ -22,7 +21,6 @@ __all__ = [
     "Lane",
     "Op",
     "Origin",
-    "Packed",
     "Phase",
     "Plan",
     "Recompute",

@@ -11,7 +11,7 @@ from itertools import accumulate
 from typing import final
 
 from spillway.ir.lives import Life
-from spillway.ir.plan import Gap, Packed, Recompute
+from spillway.ir.plan import Gap, Recompute
 from spillway.ir.step import Step, StorageId
 from spillway.units import Bytes
 
@@ -66,9 +66,6 @@ def account(step: Step, gaps: Iterable[Gap], lives: Sequence[Life]) -> Account:
         # A source that leaves before op 0 is gone then; a storage that dies with the gap is in neither sum.
         _add(during, gap.start, min(gap.end, life.dies), -nbytes)
         _add(before, gap.start, min(gap.end if back else gap.end + 1, life.dies), -nbytes)
-        if isinstance(gap.home, Packed):
-            _add(during, gap.start, gap.end, gap.home.nbytes)
-            _add(before, gap.start, gap.end + 1, gap.home.nbytes)
         if isinstance(gap.home, Recompute):
             if back:
                 temporaries[gap.end] = max(temporaries.get(gap.end, 0), gap.home.temporaries)

@@ -38,40 +38,13 @@ class Recompute:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """The bytes wait in host memory."""
+    """The bytes wait in the slower tier: in host memory, or on disk."""
 
     def __str__(self) -> str:
         return "host"
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Disk:
-    """The bytes wait on disk."""
-
-    def __str__(self) -> str:
-        return "disk"
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Packed:
-    """The bytes wait in compressed form."""
-
-    nbytes: Bytes
-    """Bytes of the compressed form that stay in device memory during the gap; 0 if it waits elsewhere."""
-    lossy: bool
-    """Whether other bits than those that left may come back."""
-
-    def __post_init__(self) -> None:
-        if self.nbytes < 0:
-            raise ValueError(f"a packed value cannot have {self.nbytes} bytes")
-
-    def __str__(self) -> str:
-        return f"packed in {format_bytes(self.nbytes)}{', lossy' * self.lossy}"
-
-
-Home: TypeAlias = Recompute | Host | Disk | Packed
+Home: TypeAlias = Recompute | Host
 """Where an absent value comes back from."""
 
 

@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import Any, Final, final
 
 from spillway.errors import FileFormatError
-from spillway.ir.plan import Disk, Gap, Home, Host, Packed, Plan, Recompute
+from spillway.ir.plan import Gap, Home, Host, Plan, Recompute
 from spillway.ir.reading import fault_in, lines_of, read_fields, read_value
 from spillway.ir.sealed import records_of, replace_file, sealed, stated
 from spillway.ir.step import Step
@@ -31,12 +31,8 @@ VERSION: Final = 1
 """The version that this code writes, and the newest that it reads."""
 
 
-_HOMES: Final[Mapping[str, type[Home]]] = MappingProxyType(
-    {"host": Host, "disk": Disk, "packed": Packed, "recompute": Recompute}
-)
+_HOMES: Final[Mapping[str, type[Home]]] = MappingProxyType({"host": Host, "recompute": Recompute})
 """By what a file calls them."""
-_FIELDS: Final[Mapping[str, str]] = MappingProxyType({"bytes": "nbytes"})
-"""What the fields of a home are called here, where a file says otherwise."""
 
 
 @final
@@ -102,16 +98,13 @@ def _home_record(home: Home) -> dict[str, Any]:
     if isinstance(home, Recompute):
         held = {"held": list(home.held)} if home.held else {}
         return {"home": "recompute", "ops": list(home.ops), **held, "temporaries": home.temporaries}
-    if isinstance(home, Packed):
-        return {"home": "packed", "bytes": home.nbytes, "lossy": home.lossy}
-    return {"home": "host" if isinstance(home, Host) else "disk"}
+    return {"home": "host"}
 
 
 def _gap(record: dict[str, Any]) -> Gap:
     match record:
         case {"value": value, "gone": [start, end], "home": str(name), **rest} if name in _HOMES:
-            given = {_FIELDS.get(name, name): found for name, found in rest.items()}
-            home = read_fields(_HOMES[name], given, "gap")
+            home = read_fields(_HOMES[name], rest, "gap")
             whole = [read_value(int, number, "a number of the gap") for number in (value, start, end)]
             return Gap(value=whole[0], start=whole[1], end=whole[2], home=home)
     raise ValueError("the line is no gap: it does not say which value is gone when, and where it waits")

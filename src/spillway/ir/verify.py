@@ -10,30 +10,27 @@ at which gaps that end at k come back; "during op k" is the op itself. With n op
  5. gap-after-death: a gap ends when its value's storage dies, at the latest.
  6. gap-over-read: no op inside a gap reads its value.
  7. overlapping-gaps: no two gaps of one value hold the same op, as what is gone cannot leave.
- 8. lossy-refused: a lossy home needs the user's `lossy=True`.
- 9. lossy-too-early: once a gap with a lossy home has started, no forward op reads the value, be it of this step or, for
-    what is left when the step ends, of the next.
 
 Rules for recipes hold for gaps that come back. A gap does not come back if its value is dead, or written over without
 being read, when the gap ends. One that lasts to the end of the step comes back only by `Recompute`, because recipes die
 there; what waits elsewhere may wait on.
 
-10. recipe-without-value: the recipe creates the value.
-11. not-replayable: every op of a recipe may be replayed.
-12. cyclic-recipe: no replay waits for itself. Every op of the recipe has run when the gap ends; none reads what a later
+ 8. recipe-without-value: the recipe creates the value.
+ 9. not-replayable: every op of a recipe may be replayed.
+10. cyclic-recipe: no replay waits for itself. Every op of the recipe has run when the gap ends; none reads what a later
     one of the recipe creates; and of the replays before one op, no two wait for each other.
-13. missing-leaf: what the recipe reads and does not create is there at the replay, in the version that is read. It has
+11. missing-leaf: what the recipe reads and does not create is there at the replay, in the version that is read. It has
     not been overwritten by then; it is not gone itself; and if it has died, this gap holds it, and this gap or others
     held it during every op since its death.
-14. understated-replay: a recipe's temporaries are not stated lower than the outputs of its ops alone make them. Gaps
+12. understated-replay: a recipe's temporaries are not stated lower than the outputs of its ops alone make them. Gaps
     with the same ops that end together are one replay, and what it brings back is not among its temporaries.
 
 Bytes are counted op by op. During op k: every storage that exists and is not inside a gap (the op's inputs and outputs
-are among them), leaves that open gaps hold beyond their death, and what open gaps keep packed. Before op k, if there is
-a replay: the same without the outputs of op k, and the temporaries of the largest replay, as they run one by one.
+are among them), and leaves that open gaps hold beyond their death. Before op k, if there is a replay: the same without
+the outputs of op k, and the temporaries of the largest replay, as they run one by one.
 
-15. over-budget: the bytes so counted never exceed what is allowed.
-16. understated-peak: nor do they exceed the peak that the plan projects.
+13. over-budget: the bytes so counted never exceed what is allowed.
+14. understated-peak: nor do they exceed the peak that the plan projects.
 """
 
 from __future__ import annotations
@@ -47,8 +44,8 @@ from itertools import pairwise
 from typing import final
 
 from spillway.errors import PlanRejected
-from spillway.ir.plan import Gap, Packed, Plan, Recompute
-from spillway.ir.step import Phase, Step, StorageId, StorageInfo, ValueId
+from spillway.ir.plan import Gap, Plan, Recompute
+from spillway.ir.step import Step, StorageId, StorageInfo, ValueId
 from spillway.units import Bytes
 
 
@@ -63,8 +60,6 @@ class Rule(StrEnum):
     GAP_AFTER_DEATH = "gap-after-death"
     GAP_OVER_READ = "gap-over-read"
     OVERLAPPING_GAPS = "overlapping-gaps"
-    LOSSY_REFUSED = "lossy-refused"
-    LOSSY_TOO_EARLY = "lossy-too-early"
     RECIPE_WITHOUT_VALUE = "recipe-without-value"
     NOT_REPLAYABLE = "not-replayable"
     CYCLIC_RECIPE = "cyclic-recipe"
@@ -74,19 +69,16 @@ class Rule(StrEnum):
     UNDERSTATED_PEAK = "understated-peak"
 
 
-def verify(plan: Plan, step: Step, allowed: Bytes, *, lossy: bool = False) -> None:
+def verify(plan: Plan, step: Step, allowed: Bytes) -> None:
     """Return if the plan could run on the step within `allowed` bytes.
 
-    Raises PlanRejected with the rule that the plan breaks: one of `Rule`. `lossy` says whether the user allowed homes
-    that bring back other bits.
+    Raises PlanRejected with the rule that the plan breaks: one of `Rule`.
     """
     _check_names(plan, step)
     life = _lives(step)
     for gap in plan.gaps:
         _check_life(gap, step, life[gap.value])
     _check_overlap(plan)
-    for gap in plan.gaps:
-        _check_lossy(gap, step, life[gap.value], lossy)
     replays = [
         _replay(gap, gap.home, step)
         for gap in plan.gaps
@@ -149,7 +141,7 @@ def _gone_before(op: int, gap: Gap, step: Step, life: _Life) -> bool:
     return gap.start <= op < gap.end or (op == gap.end and not _comes_back(gap, step, life))
 
 
-# Rules 1 to 9: gaps.
+# Rules 1 to 7: gaps.
 
 
 def _check_names(plan: Plan, step: Step) -> None:
@@ -185,20 +177,7 @@ def _check_overlap(plan: Plan) -> None:
             raise PlanRejected(f"{before} and {after} both hold op {after.start}", rule=Rule.OVERLAPPING_GAPS)
 
 
-def _check_lossy(gap: Gap, step: Step, life: _Life, lossy: bool) -> None:
-    if not isinstance(gap.home, Packed) or not gap.home.lossy:
-        return
-    if not lossy:
-        raise PlanRejected(f"{gap} may bring back other bits, and the user did not allow it", rule=Rule.LOSSY_REFUSED)
-    for read in life.reads[bisect_left(life.reads, gap.start) :]:
-        if step.ops[read].phase is Phase.FORWARD:
-            reason = f"{gap} comes before the value's last forward use by {step.ops[read].label}"
-            raise PlanRejected(reason, rule=Rule.LOSSY_TOO_EARLY)
-    if life.ends > len(step.ops):
-        raise PlanRejected(f"{gap} is of a value that the next step begins with", rule=Rule.LOSSY_TOO_EARLY)
-
-
-# Rules 10 to 14: recipes.
+# Rules 8 to 12: recipes.
 
 
 @final
@@ -355,7 +334,7 @@ def _outputs(step: Step, replay: _Replay, own: set[StorageId], place: int) -> By
     return made - room
 
 
-# Rules 15 and 16: bytes.
+# Rules 13 and 14: bytes.
 
 
 def _check_bytes(plan: Plan, step: Step, life: list[_Life], allowed: Bytes) -> None:
@@ -417,8 +396,10 @@ def _during(plan: Plan, step: Step) -> Iterator[Bytes]:
 def _sums(
     plan: Plan, step: Step, exists: list[_Interval], absent: list[_Interval], *, moments: int, still: int
 ) -> Iterator[Bytes]:
-    """At every moment the bytes of what exists and is not absent, of what the open gaps hold beyond its death, and of
-    what they pack. A gap is open for `still` moments beyond its end."""
+    """At every moment the bytes of what exists and is not absent, and of what the open gaps hold beyond its death.
+
+    A gap is open for `still` moments beyond its end.
+    """
     held = [
         (gap.start, gap.end + still, step.values[value].storage) for gap in plan.gaps for value in _held(gap)
     ]  # fmt: skip
@@ -429,11 +410,6 @@ def _sums(
             if start < end:
                 changes[start].append((count, storage, 1))
                 changes[end].append((count, storage, -1))
-    packed = [0] * (moments + 1)
-    for gap in plan.gaps:
-        if isinstance(gap.home, Packed):
-            packed[gap.start] += gap.home.nbytes
-            packed[gap.end + still] -= gap.home.nbytes
 
     def resident(storage: StorageId) -> Bytes:
         there, gone, kept = (bool(count.get(storage, 0)) for count in counts)
@@ -441,7 +417,6 @@ def _sums(
 
     total = 0
     for moment in range(moments):
-        total += packed[moment]
         for count, storage, change in changes[moment]:
             total -= resident(storage)
             count[storage] = count.get(storage, 0) + change

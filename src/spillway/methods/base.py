@@ -59,7 +59,7 @@ class Drop:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Copy the bytes to the slower tier (home `Host` or `Disk`)."""
+    """Copy the bytes to the slower tier (home `Host`)."""
 
     storage: Candidate
 

@@ -30,7 +30,7 @@ from itertools import accumulate
 from typing import Self, final, get_args
 
 from spillway.errors import UsageError
-from spillway.ir import Gap, Packed, Plan, Recompute, Step, StorageId, StorageInfo
+from spillway.ir import Gap, Plan, Recompute, Step, StorageId, StorageInfo
 from spillway.ir.account import account, comes_back
 from spillway.ir.lives import lives_of
 from spillway.ir.timeline import Kind
@@ -73,8 +73,7 @@ class Planned(AbstractPolicy):
         ahead: Copies begin so many times their own seconds before they have to be done; 0 begins none early.
         begin: "in time" as just said, or "at op"; the planner says which (`AbstractPlanner.begin`).
 
-    Raises UsageError if the plan is for another step, has a compressed home, of which the tensor engine has none,
-    `ahead` is negative, or `begin` is neither of the two.
+    Raises UsageError if the plan is for another step, `ahead` is negative, or `begin` is neither of the two.
     """
 
     name = "planned"
@@ -83,8 +82,6 @@ class Planned(AbstractPolicy):
     def __init__(self, plan: Plan, step: Step, *, ahead: float = 1.5, begin: Begin = "in time") -> None:
         if plan.step != step.digest():
             raise UsageError(f"The plan is for step {plan.step:.12}, and this is step {step.digest():.12}.")
-        if any(isinstance(gap.home, Packed) for gap in plan.gaps):
-            raise UsageError("The plan packs values, and the tensor engine has no compressed tier.")
         if not ahead >= 0:
             raise UsageError(f"A plan is followed with `ahead` of 0 or more, got {ahead}.")
         if begin not in get_args(Begin):
