@@ -14,13 +14,16 @@ import numpy
 from numpy.typing import NDArray
 
 from spillway.costs.device import Device
-from spillway.costs.roofline import SHARES, OpKind, Share, Shares, modelled, work_of
+from spillway.costs.efficiency import Efficiency, OpKind, Share, Shares
+from spillway.costs.roofline import PUBLISHED, seconds_of, work_of
 from spillway.errors import UsageError
 from spillway.ir.step import Step
 from spillway.units import Seconds
 
 ROUNDS: Final = 30
 """Of the iteration below at most; it mostly settles in ten."""
+SHARES: Final = PUBLISHED.shares
+"""The usual ones."""
 _LEAST: Final = 1e-9
 """No op is taken to last less than this share of all: errors count relative to the model."""
 _UNBOUND: Final = 1e-30
@@ -55,9 +58,16 @@ def calibrate(steps: Sequence[Step], device: Device) -> Shares:
     return MappingProxyType({**SHARES, **found})
 
 
+def by(device: Device, shares: Shares) -> Device:
+    """The device as it gives these shares to ops, whatever their shape."""
+    return replace(device, efficiency=Efficiency(shares=shares))
+
+
 def apart(step: Step, device: Device, shares: Shares) -> float:
     """How far the model of single ops is from their measurements, as a share of all of these, whatever the totals."""
-    pairs = [(op.seconds, modelled(step, op, device, shares)) for op in step.ops if op.seconds is not None]
+    ops = [op for op in step.ops if op.seconds is not None]
+    modelled = seconds_of([work_of(step, op) for op in ops], by(device, shares)).tolist()
+    pairs = [(op.seconds or 0.0, seconds) for op, seconds in zip(ops, modelled, strict=True)]
     measured = math.fsum(seconds for seconds, _ in pairs)
     return math.fsum(abs(seconds - model) for seconds, model in pairs) / measured if measured else 0.0
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks import columns
-from benchmarks.calibration import apart, calibrate
+from benchmarks.calibration import apart, by, calibrate
 from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell, frozen
 from spillway.calibration.measured import measure
 from spillway.costs import Device, Shares, step_seconds, timed
@@ -83,7 +83,7 @@ def _checks(result: Result) -> Iterator[Check]:
 
 def _row(name: str, step: Step, device: Device, plain: float, shares: Shares, others: Shares) -> Row:
     measured = step_seconds(step)
-    modelled = step_seconds(timed(step, device, shares=shares))
+    modelled = step_seconds(timed(step, by(device, shares)))
     return {
         "workload": name,
         "ops": len(step.ops),
@@ -92,7 +92,7 @@ def _row(name: str, step: Step, device: Device, plain: float, shares: Shares, ot
         "modelled": modelled,
         "ratio": modelled / measured,
         "op_error": apart(step, device, shares),
-        "unseen_ratio": step_seconds(timed(step, device, shares=others)) / measured,
+        "unseen_ratio": step_seconds(timed(step, by(device, others))) / measured,
         "unseen_op_error": apart(step, device, others),
         "usual_ratio": step_seconds(timed(step, device)) / measured,
     }

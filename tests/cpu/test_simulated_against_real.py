@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import cache, partial
 from math import inf
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -83,7 +84,8 @@ def decisions(timeline: Timeline) -> list[tuple[int, str, int, Bytes]]:
 
 
 def simulated(step: Step, allowed: Bytes, method: AbstractPolicy, steps: int) -> Simulation:
-    return simulate(step, allowed=allowed, method=method, device=DEVICES["a100"], tier="disk", steps=steps, thrash=inf)
+    with patch("spillway.simulation.simulated_engine.THRASH", inf):
+        return simulate(step, allowed=allowed, method=method, device=DEVICES["a100"], tier="disk", steps=steps)
 
 
 WITHOUT_SECONDS: dict[str, Callable[[], AbstractPolicy]] = {

@@ -26,7 +26,7 @@ PLAIN = Efficiency(shares=EVEN)
 
 
 def seconds(work: Work, by: Efficiency = PLAIN, device: Device = DEVICE) -> float:
-    return float(seconds_of([work], device, by)[0])
+    return float(seconds_of([work], replace(device, efficiency=by))[0])
 
 
 def op(shape: tuple[int, ...], name: str = "aten.convolution.default") -> Op:
@@ -135,7 +135,7 @@ def test_an_efficiency_that_seconds_were_made_from_is_found_again() -> None:
     shares = {**PUBLISHED.shares, OpKind.MATMUL: Share(compute=0.6, memory=0.7, launch=1.0)}
     truth = replace(PUBLISHED, shares=shares, columns=40.0)
     groups = [
-        Timed(name=f"{seed}", works=works, seconds=seconds_of(works, device, truth).tolist())
+        Timed(name=f"{seed}", works=works, seconds=seconds_of(works, replace(device, efficiency=truth)).tolist())
         for seed in range(4) if (works := made_up(seed))
     ]  # fmt: skip
     found = fit(groups, device)

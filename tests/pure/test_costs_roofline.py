@@ -10,20 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.calibration import apart, calibrate
-from spillway.costs import (
-    DEVICES,
-    SHARES,
-    Device,
-    OpKind,
-    Share,
-    kind_of,
-    step_seconds,
-    timed,
-)
-from spillway.costs.roofline import modelled, work_of
+from benchmarks.calibration import SHARES, apart, by, calibrate
+from spillway.costs import DEVICES, Device, OpKind, Share, kind_of, step_seconds, timed
+from spillway.costs.roofline import seconds_of, work_of
 from spillway.errors import UsageError
-from spillway.ir import Op, Phase
+from spillway.ir import Op, Phase, Step
 from tests.pure.small_steps import Line, row
 
 DEVICE = Device(
@@ -35,6 +26,10 @@ EVEN = MappingProxyType({kind: Share(compute=0.5, memory=0.25, launch=1.0) for k
 
 def op(name: str, *, flops: int = 0, traffic: int = 8) -> Op:
     return Op(number=0, name=name, phase=Phase.FORWARD, reads=(), creates=(), flops=flops, traffic=traffic)
+
+
+def modelled(step: Step, op: Op, device: Device) -> float:
+    return float(seconds_of([work_of(step, op)], device)[0])
 
 
 # Kinds
@@ -93,7 +88,7 @@ def test_what_neither_computes_nor_moves_nor_makes_anything_is_a_view() -> None:
 def test_an_op_takes_the_longer_of_computing_and_moving_and_its_launch(
     flops: int, traffic: int, seconds: float
 ) -> None:
-    step = timed(row(Line(flops=flops, traffic=traffic)), DEVICE, shares=EVEN)
+    step = timed(row(Line(flops=flops, traffic=traffic)), by(DEVICE, EVEN))
     assert step.ops[0].seconds == pytest.approx(seconds + 1e-6)
 
 
@@ -104,8 +99,8 @@ def test_what_nobody_counted_is_what_the_op_touches() -> None:
 
 def test_only_seconds_change_and_measured_ones_stay_where_that_is_asked_for() -> None:
     step = row(Line(seconds=9.0), Line(traffic=80))
-    both = timed(step, DEVICE, shares=EVEN)
-    kept = timed(step, DEVICE, shares=EVEN, keep_measured=True)
+    both = timed(step, by(DEVICE, EVEN))
+    kept = timed(step, by(DEVICE, EVEN), keep_measured=True)
     assert kept.ops[0].seconds == 9.0
     assert both.ops[0].seconds != 9.0
     assert kept.ops[1] == both.ops[1]
@@ -115,7 +110,7 @@ def test_only_seconds_change_and_measured_ones_stay_where_that_is_asked_for() ->
 
 def test_shares_have_to_be_complete_and_above_zero() -> None:
     with pytest.raises(UsageError, match="matmul is missing"):
-        timed(row(Line()), DEVICE, shares={kind: EVEN[kind] for kind in OpKind if kind is not OpKind.MATMUL})
+        timed(row(Line()), by(DEVICE, {kind: EVEN[kind] for kind in OpKind if kind is not OpKind.MATMUL}))
     with pytest.raises(UsageError, match="above 0"):
         Share(compute=0, memory=1)
     assert set(SHARES) == set(OpKind)
@@ -152,9 +147,11 @@ def test_modelled_seconds_of_every_kind_add_up_to_the_measured_ones(
     step = row(*(Line(name=name, flops=flops, traffic=traffic, seconds=s) for (name, flops, traffic), s in ops))
     shares = calibrate([step], DEVICE)
     for kind in {kind_of(op) for op in step.ops}:
-        of_kind = [(op.seconds or 0.0, modelled(step, op, DEVICE, shares)) for op in step.ops if kind_of(op) is kind]
+        of_kind = [
+            (op.seconds or 0.0, modelled(step, op, by(DEVICE, shares))) for op in step.ops if kind_of(op) is kind
+        ]
         assert sum(model for _, model in of_kind) == pytest.approx(sum(seconds for seconds, _ in of_kind), rel=1e-6)
-    assert step_seconds(timed(step, DEVICE, shares=shares)) == pytest.approx(step_seconds(step), rel=1e-6)
+    assert step_seconds(timed(step, by(DEVICE, shares))) == pytest.approx(step_seconds(step), rel=1e-6)
 
 
 def test_shares_that_times_were_made_from_are_found_again() -> None:
@@ -164,7 +161,7 @@ def test_shares_that_times_were_made_from_are_found_again() -> None:
         Line(name="aten.mm.default", flops=int(10 ** draw.uniform(3, 9)), traffic=int(10 ** draw.uniform(2, 8)))
         for _ in range(400)
     ]
-    step = timed(row(*lines), DEVICE, shares=made)
+    step = timed(row(*lines), by(DEVICE, made))
     shares = calibrate([step], DEVICE)
     share = shares[OpKind.MATMUL]
     assert (share.compute, share.memory) == pytest.approx((0.8, 0.3), rel=0.02)
@@ -175,7 +172,7 @@ def test_shares_that_times_were_made_from_are_found_again() -> None:
 def test_single_ops_may_be_apart_where_totals_agree() -> None:
     step = row(Line(traffic=10**6, seconds=1.0), Line(traffic=10**6, seconds=3.0))
     shares = calibrate([step], DEVICE)
-    assert step_seconds(timed(step, DEVICE, shares=shares)) == pytest.approx(4.0)
+    assert step_seconds(timed(step, by(DEVICE, shares))) == pytest.approx(4.0)
     assert apart(step, DEVICE, shares) == pytest.approx(0.5)
 
 
@@ -195,7 +192,7 @@ def test_small_ops_say_nothing_about_large_ones_of_their_kind() -> None:
     shares = calibrate([row(*small, *others)], DEVICE)
     large = row(Line(name="aten._softmax.default", traffic=10**9))
     usual = 10**9 / (SHARES[OpKind.SOFTMAX].memory * DEVICE.bytes_per_second)
-    assert step_seconds(timed(large, DEVICE, shares=shares)) == pytest.approx(usual, rel=0.5)
+    assert step_seconds(timed(large, by(DEVICE, shares))) == pytest.approx(usual, rel=0.5)
 
 
 def test_ops_that_took_no_time_leave_the_usual_share() -> None:
@@ -207,13 +204,13 @@ def test_ops_that_took_no_time_leave_the_usual_share() -> None:
 
 def test_views_that_take_time_have_a_launch() -> None:
     step = row(Line(name="aten.view.default", nbytes=None, seconds=4e-6))
-    assert modelled(step, step.ops[0], DEVICE, calibrate([step], DEVICE)) == pytest.approx(4e-6)
+    assert modelled(step, step.ops[0], by(DEVICE, calibrate([step], DEVICE))) == pytest.approx(4e-6)
 
 
 def test_a_device_without_launches_gets_none() -> None:
     step = row(Line(traffic=10**6, seconds=1.0))
     device = replace(DEVICE, op_seconds=0.0)
-    assert modelled(step, step.ops[0], device, calibrate([step], device)) == pytest.approx(1.0)
+    assert modelled(step, step.ops[0], by(device, calibrate([step], device))) == pytest.approx(1.0)
 
 
 def test_steps_without_seconds_calibrate_nothing() -> None:

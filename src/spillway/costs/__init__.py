@@ -5,14 +5,13 @@ from __future__ import annotations
 from spillway.costs.device import DEVICES, HERE, Device, device_named
 from spillway.costs.device_files import read_device, write_device
 from spillway.costs.efficiency import Efficiency, OpKind, Share, Shares
-from spillway.costs.roofline import PUBLISHED, SHARES, kind_of, step_seconds, timed
-from spillway.costs.scaling import Law, Scaling, alike, fit_scaling
+from spillway.costs.roofline import PUBLISHED, kind_of, step_seconds, timed
+from spillway.costs.scaling import Law, Scaling, fit_scaling
 
 __all__ = [
     "DEVICES",
     "HERE",
     "PUBLISHED",
-    "SHARES",
     "Device",
     "Efficiency",
     "Law",
@@ -20,7 +19,6 @@ __all__ = [
     "Scaling",
     "Share",
     "Shares",
-    "alike",
     "device_named",
     "fit_scaling",
     "kind_of",

@@ -18,7 +18,7 @@ import numpy
 from numpy.typing import NDArray
 
 from spillway.costs.device import Device
-from spillway.costs.efficiency import Efficiency, OpKind, Share, Shares
+from spillway.costs.efficiency import Efficiency, OpKind, Share
 from spillway.errors import UsageError
 from spillway.ir.step import Op, Phase, Step
 from spillway.units import Bytes, Seconds
@@ -63,8 +63,6 @@ PUBLISHED: Final = Efficiency(
 )  # fmt: skip
 """Of GPUs in general, as `python -m papers costs_ops costs_plain` finds it. Assumed, because nobody measured them:
 attention, depthwise convolutions, indices, lists of an optimizer, exponentials, and what norms and the like compute."""
-SHARES: Final = PUBLISHED.shares
-"""What each kind of op gets, whatever its shape."""
 
 
 _BEGINNINGS: Final[tuple[tuple[OpKind, tuple[str, ...]], ...]] = (
@@ -200,9 +198,9 @@ def work_of(step: Step, op: Op) -> Work:
     return work
 
 
-def seconds_of(works: Sequence[Work], device: Device, efficiency: Efficiency | None = None) -> Floats:
-    """[works] Seconds of ops on the device, nothing else running. By `efficiency` in place of the device's."""
-    return Reckoned(works, device).seconds(efficiency or device.efficiency or PUBLISHED)
+def seconds_of(works: Sequence[Work], device: Device) -> Floats:
+    """[works] Seconds of ops on the device, nothing else running."""
+    return Reckoned(works, device).seconds(device.efficiency or PUBLISHED)
 
 
 @final
@@ -260,27 +258,17 @@ def _filled(lengths: Floats, at_half: float) -> Floats:
     return numpy.where(lengths > 0, numpy.maximum(lengths, _LEAST) / (numpy.maximum(lengths, _LEAST) + at_half), 1.0)
 
 
-def modelled(step: Step, op: Op, device: Device, shares: Shares | None = None) -> Seconds:
-    """Seconds of one op of the step on the device, nothing else running; by these shares in place of the device's."""
-    return float(seconds_of([work_of(step, op)], device, None if shares is None else Efficiency(shares=shares))[0])
-
-
-def timed(step: Step, device: Device, *, shares: Shares | None = None, keep_measured: bool = False) -> Step:
+def timed(step: Step, device: Device, *, keep_measured: bool = False) -> Step:
     """The same step with the seconds that each op would take on the device.
 
     Where the host launches slower than the device works, an op's seconds have the device's waiting for its launch in
-    them. So the sum of all is what a step takes that ends when the device has done.
-
-    Args:
-        shares: What each kind of op gets of the device, whatever its shape, in place of what the device says.
-        keep_measured: Leave the seconds of ops that have some, as when the step was measured on this device.
-
-    Raises UsageError if `shares` lacks a kind.
+    them. So the sum of all is what a step takes that ends when the device has done. With `keep_measured` ops that have
+    seconds keep them, as when the step was measured on this device.
     """
     works = [work_of(step, op) for op in step.ops]
-    found = seconds_of(works, device, None if shares is None else Efficiency(shares=shares))
     kept = [op.seconds if keep_measured else None for op in step.ops]
-    found = numpy.array([mine if one is None else one for mine, one in zip(found.tolist(), kept, strict=True)])
+    modelled = seconds_of(works, device).tolist()
+    found = numpy.array([mine if one is None else one for mine, one in zip(modelled, kept, strict=True)])
     launches = launches_of(step, works) * numpy.array([one is None for one in kept])
     waited = paced(found, launches * device.host_seconds).tolist()
     seconds = (mine if one is None else one for mine, one in zip(waited, kept, strict=True))

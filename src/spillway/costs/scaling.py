@@ -1,11 +1,10 @@
 """A step of a size that nobody recorded, from steps of a few other sizes.
 
-What an op creates is a product of lengths, and so a polynomial of the size of the input; `exact_law` finds it where it
-can. Which ops run must not depend on the size: `fit_scaling` refuses steps that differ in more than numbers, and
-`alike` tells which of them do not.
+What an op creates is a product of lengths, and so a polynomial of the size of the input; `exact_laws` finds it where it
+can. Which ops run must not depend on the size: `fit_scaling` refuses steps that differ in more than numbers.
 
 Sizes are padded and halved on their way through a model, so that what grows smoothly may be not the size but how many
-whole windows of it there are. `exact_law` therefore looks for a polynomial of the size, then of ceil(size / quantum)
+whole windows of it there are. `exact_laws` therefore looks for a polynomial of the size, then of ceil(size / quantum)
 and floor(size / quantum), small quanta first, each also times a power of the size itself: that is how attention between
 a sequence and a shorter one grows.
 """
@@ -24,7 +23,7 @@ import numpy
 from numpy.typing import NDArray
 
 from spillway.ir.step import Op, Step, StorageId, StorageInfo
-from spillway.units import Bytes, Seconds
+from spillway.units import Bytes
 
 DEGREE: Final = 4
 """The highest degree that is looked for: scores of attention between all places of a picture grow with the fourth
@@ -35,8 +34,6 @@ _ALL: Final = (1, *QUANTA)
 _SHAPES: Final = tuple(product((True, False), (0, 1, 2)))
 """Whether the division rounds up, and the power of the size beside it."""
 _FITTED_DEGREE: Final = 2
-_NEARLY: Final = 1e-12
-"""The error of a fit that passes every point once rounded: it is still no law."""
 
 
 @final
@@ -52,33 +49,12 @@ class Law:
     """Whether that division rounds up or down."""
     power: int = 0
     """The polynomial is multiplied by this power of the size."""
-    checked: bool = True
-    """Whether it passes all recorded points, and they are more than it has terms: by one, or by two where a quantum
-    was chosen as well."""
-    error: float = 0.0
-    """How far it is from the recorded points at worst, relative to them; 0 if it passes them."""
-
-    @property
-    def degree(self) -> int:
-        """Of the polynomial and the power together; 0 for what does not grow."""
-        return max(len(self.coefficients) - 1, 0) + self.power
-
-    @property
-    def exact(self) -> bool:
-        """Whether it passes all recorded points."""
-        return not self.error
 
     def at(self, size: int) -> int:
         """The integer at this size: rounded up where the polynomial is none there, and never below 0."""
-        value: Fraction = _value(self.coefficients, argument(size, self.quantum, up=self.up))
+        place = argument(size, self.quantum, up=self.up)
+        value: Fraction = sum((number * place**power for power, number in enumerate(self.coefficients)), Fraction(0))
         return max(ceil(value * Fraction(size) ** self.power), 0)
-
-    def __str__(self) -> str:
-        inner = "x" if self.quantum == 1 else f"{'ceil' if self.up else 'floor'}(x/{self.quantum})"
-        powers = ("", f"*{inner}", *(f"*{inner}^{power}" for power in range(2, len(self.coefficients))))
-        terms = [f"{number}{power}" for number, power in zip(self.coefficients, powers, strict=False) if number]
-        text = " + ".join(reversed(terms)) or "0"
-        return f"({text})*x^{self.power}" if self.power else text
 
 
 def argument(size: int, quantum: int, *, up: bool) -> int:
@@ -87,32 +63,27 @@ def argument(size: int, quantum: int, *, up: bool) -> int:
 
 
 def law_of(sizes: Sequence[int], numbers: Sequence[int], quanta: Sequence[int] = _ALL) -> Law:
-    """The simplest exact law, and if there is none the nearest polynomial of degree 2.
+    """The first of `exact_laws`.
+
+    For lack of one a polynomial of the size itself through as many points as it has terms, which proves nothing; or
+    where that is of a higher degree than 2, the nearest of degree 2.
+    """
+    law = next(exact_laws(sizes, numbers, quanta), None)
+    if law is not None:
+        return law
+    coefficients = _polynomial(sizes, numbers)
+    return Law(coefficients=coefficients) if len(coefficients) <= 3 else _fitted(sizes, numbers)
+
+
+def exact_laws(sizes: Sequence[int], numbers: Sequence[int], quanta: Sequence[int] = _ALL) -> Iterator[Law]:
+    """Every law that passes all points, more than it has terms: by one, or by two where a quantum was chosen as well.
 
     Args:
         sizes: Of the recorded inputs, increasing.
         numbers: What was counted there.
         quanta: Those to look among, in this order.
     """
-    return exact_law(sizes, numbers, quanta) or _fitted(sizes, numbers)
-
-
-def exact_law(sizes: Sequence[int], numbers: Sequence[int], quanta: Sequence[int] = _ALL) -> Law | None:
-    """The polynomial of the size that passes every point; else one of the smallest quantum for which there is one.
-
-    A polynomial through as many points as it has terms proves nothing. Such a one is taken for lack of anything
-    better, of the size itself alone, of degree 2 or less, and is not `checked`. None if there is no law.
-    """
-    checked = next(exact_laws(sizes, numbers, quanta), None)
-    if checked is not None:
-        return checked
-    coefficients = _polynomial(sizes, numbers)
-    return Law(coefficients=coefficients, checked=False) if len(coefficients) <= 3 else None
-
-
-def exact_laws(sizes: Sequence[int], numbers: Sequence[int], quanta: Sequence[int] = _ALL) -> Iterator[Law]:
-    """Every checked law of these quanta there is. At a size of 0, as of an empty batch, nothing is left beside a power
-    of the size: laws with one are not looked for then."""
+    # At a size of 0, as of an empty batch, nothing is left beside a power of the size.
     shapes = _SHAPES if all(sizes) else [shape for shape in _SHAPES if not shape[1]]
     for quantum in quanta:
         for up, power in shapes if quantum > 1 else _SHAPES[:1]:
@@ -137,7 +108,7 @@ def _law(sizes: Sequence[int], numbers: Sequence[int], shape: Law) -> Law | None
 
 
 def rivals(sizes: Sequence[int], numbers: Sequence[int]) -> Iterator[Law]:
-    """Checked laws between which these sizes cannot decide: what nobody recorded, nobody knows.
+    """Exact laws between which these sizes cannot decide: what nobody recorded, nobody knows.
 
     They are those of the quantum of the first one, and of quanta that divide every distance between two sizes. Other
     quanta fit by chance alone.
@@ -176,13 +147,6 @@ def _polynomial(places: Sequence[int], numbers: Sequence[int | Fraction]) -> tup
     return tuple(coefficients)
 
 
-def _value(coefficients: Sequence[Fraction], place: int) -> Fraction:
-    value = Fraction(0)
-    for number in reversed(coefficients):
-        value = value * place + number
-    return value
-
-
 def _fitted(sizes: Sequence[int], numbers: Sequence[int]) -> Law:
     """The nearest polynomial; distances count relative to the numbers."""
     places = numpy.array(sizes, dtype=float) / max(sizes)  # near 1, so that their powers do not drown each other
@@ -190,10 +154,7 @@ def _fitted(sizes: Sequence[int], numbers: Sequence[int]) -> Law:
     weights = 1 / numpy.maximum(counted, 1)
     powers = numpy.vander(places, min(_FITTED_DEGREE, len(sizes) - 1) + 1, increasing=True)
     found = numpy.linalg.lstsq(powers * weights[:, None], counted * weights, rcond=None)[0]
-    coefficients = tuple(Fraction(float(number)) / max(sizes) ** power for power, number in enumerate(found))
-    near = Law(coefficients=coefficients, checked=False)
-    errors = [abs(near.at(size) - number) / max(number, 1) for size, number in zip(sizes, numbers, strict=True)]
-    return Law(coefficients=coefficients, checked=False, error=max(*errors, _NEARLY))
+    return Law(coefficients=tuple(Fraction(float(number)) / max(sizes) ** power for power, number in enumerate(found)))
 
 
 _FEWEST: Final = 3
@@ -223,13 +184,8 @@ class Scaling:
     seconds: tuple[tuple[float, ...] | None, ...]
     """Of every op, coefficients from the zeroth power up; None for an op that was not timed at every size."""
 
-    @property
-    def inexact(self) -> tuple[StorageId, ...]:
-        """Storages whose bytes follow no exact law: what `step_at` says of them is only near."""
-        return tuple(number for number, law in enumerate(self.nbytes) if not law.exact)
-
     def doubtful(self, size: int) -> tuple[StorageId, ...]:
-        """Storages without a checked law, and those with several that do not agree on this size.
+        """Storages without an exact law, and those with several that do not agree on this size.
 
         That is what happens at odd sizes if only even ones were recorded: padding would have left no trace.
         """
@@ -261,7 +217,9 @@ class Scaling:
         def op(there: Op) -> Op:
             flops, traffic = at(self.flops[there.number]), at(self.traffic[there.number])
             shape = tuple(map(at, self.shapes[there.number]))
-            seconds = _at(self.seconds[there.number], size)
+            seconds, curve = None, self.seconds[there.number]
+            if curve is not None:  # a falling one may end between small sizes
+                seconds = max(sum(factor * size**power for power, factor in enumerate(curve)), 0.0)
             return replace(there, flops=flops, traffic=traffic, shape=shape, seconds=seconds)
 
         first = self.steps[0]
@@ -291,21 +249,13 @@ def fit_scaling(steps: Mapping[int, Step]) -> Scaling:
     nbytes = _laws(sizes, ordered, _nbytes)
     # What ops compute and move is made of the same lengths: other quanta need not be tried.
     quanta = sorted({1, *(law.quantum for law in nbytes)})
+    lengths = iter(_laws(sizes, ordered, lambda step: (length for op in step.ops for length in op.shape), quanta))
     return Scaling(
-        sizes=sizes,
-        steps=ordered,
-        nbytes=nbytes,
+        sizes=sizes, steps=ordered, nbytes=nbytes, seconds=_curves(sizes, ordered),
         flops=_laws(sizes, ordered, lambda step: (op.flops for op in step.ops), quanta),
         traffic=_laws(sizes, ordered, lambda step: (op.traffic for op in step.ops), quanta),
-        shapes=_shapes(sizes, ordered, quanta),
-        seconds=_curves(sizes, ordered),
-    )
-
-
-def _shapes(sizes: Sequence[int], steps: Sequence[Step], quanta: Sequence[int]) -> tuple[tuple[Law, ...], ...]:
-    lengths = [len(op.shape) for op in steps[0].ops]
-    laws = iter(_laws(sizes, steps, lambda step: (length for op in step.ops for length in op.shape), quanta))
-    return tuple(tuple(islice(laws, length)) for length in lengths)
+        shapes=tuple(tuple(islice(lengths, len(op.shape))) for op in ordered[0].ops),
+    )  # fmt: skip
 
 
 def _nbytes(step: Step) -> Iterator[Bytes]:
@@ -336,22 +286,6 @@ def _simplified(numbers: Sequence[int]) -> tuple[tuple[int, ...], int]:
     return tuple(number // factor for number in numbers), factor
 
 
-def alike(steps: Mapping[int, Step]) -> tuple[tuple[int, ...], ...]:
-    """Sizes whose steps are of the same ops stand together; the largest group first, sizes increasing.
-
-    Where padding or a loop over windows makes ops come and go with the size, each group has a growth of its own.
-    """
-    groups: dict[tuple[Any, ...], list[int]] = {}
-    for size in sorted(steps):
-        groups.setdefault(_structure(steps[size]), []).append(size)
-    return tuple(sorted(map(tuple, groups.values()), key=lambda group: (-len(group), group)))
-
-
-def _structure(step: Step) -> tuple[Any, ...]:
-    """All of a step but its numbers and names."""
-    return tuple(map(_of_op, step.ops)), tuple(map(_of_storage, step.storages)), step.values, step.saved
-
-
 def _of_op(op: Op) -> tuple[Any, ...]:
     return op.name, op.phase, op.reads, op.creates, op.seeded, op.replayable, len(op.shape)
 
@@ -373,7 +307,7 @@ def _difference(one: Step, other: Step) -> str | None:
     for mine, yours in zip(one.storages, other.storages, strict=False):
         if _of_storage(mine) != _of_storage(yours):
             return f"storage {mine.id} is another: {mine} and {yours}"
-    if _structure(one) != _structure(other):
+    if (len(one.storages), one.values, one.saved) != (len(other.storages), other.values, other.saved):
         return "their values are others, or autograd saves others"
     return None
 
@@ -403,8 +337,3 @@ def _seconds_fitted(sizes: Sequence[int], seconds: _Floats, degree: int) -> tupl
     own = numpy.diag(powers @ inverse)  # how much a fit leans on the point itself
     misses = (((seconds - powers @ found) / (1 - own)[:, None]) ** 2).sum(axis=0)
     return found / scale ** numpy.arange(degree + 1)[:, None], misses
-
-
-def _at(curve: Sequence[float] | None, size: int) -> Seconds | None:
-    """Never below 0, where a falling curve may end between small sizes."""
-    return None if curve is None else max(sum(factor * size**power for power, factor in enumerate(curve)), 0.0)

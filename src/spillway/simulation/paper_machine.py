@@ -69,7 +69,7 @@ class Sheet:
     """What stands for the real storage: a size, and a place in device memory while its bytes are there. Its memory is
     given back when nothing refers to it any more, as a tensor's is."""
 
-    __slots__ = ("_allocator", "kept", "nbytes", "pinned", "reachable", "read_until", "token")
+    __slots__ = ("_allocator", "kept", "nbytes", "reachable", "read_until", "token")
 
     def __init__(self, nbytes: Bytes, allocator: AbstractAllocator) -> None:
         self._allocator = allocator
@@ -77,7 +77,6 @@ class Sheet:
         self.token: Any = allocator.allocate(nbytes)
         self.reachable = True  # by the program
         self.kept = False  # by the controller
-        self.pinned = False  # it has escaped
         self.read_until: Seconds = 0.0  # by copies out
 
     def leave(self) -> None:
@@ -299,8 +298,8 @@ class PaperMachine:
         """Nothing is kept there; a copy under way goes on."""
 
     def escaped(self, storage: Storage) -> bool:
-        """Whether the caller said so."""
-        return bool(storage.handle.pinned)
+        """Nobody has an address on paper."""
+        return False
 
     def measure_link(self) -> None:
         """Before the first step, which nobody times."""

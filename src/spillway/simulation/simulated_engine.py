@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from math import sqrt
@@ -110,7 +110,6 @@ class Simulation:
 def simulate(
     step: Step, *, allowed: Bytes, method: AbstractPolicy | AbstractPlanner | Plan, device: Device,
     allocator: str = "exact", limit: Bytes | None = None, tier: Tier = "host", steps: int = 2,
-    thrash: float = THRASH, escaped: Collection[StorageId] = (),
 ) -> Simulation:  # fmt: skip
     """Run a recorded step, whose ops have seconds, under a budget in bytes, on paper (`spillway.simulate`).
 
@@ -120,8 +119,6 @@ def simulate(
             plan has something leave all the same.
         limit: Device memory in bytes; what does not fit ends the step as `oom`.
         steps: A policy that looks back, as DELTA's prefetcher does, knows nothing in the first.
-        thrash: Ends the step when recomputing has taken so many times its plain seconds.
-        escaped: Storages whose address somebody holds: they stay.
 
     Raises UsageError if an op has no seconds, or an argument makes no sense, and BudgetInfeasible if a planner has no
     plan for so little.
@@ -130,18 +127,15 @@ def simulate(
     if isinstance(method, AbstractPlanner):
         step, from_host = method.as_run(step, device)
     policy = _policy(method, step, allowed, device)
-    if steps < 1 or not thrash > 0:
-        raise UsageError(f"A simulation takes 1 step or more and a `thrash` above 0; got {steps} and {thrash}.")
+    if steps < 1:
+        raise UsageError(f"A simulation takes 1 step or more; got {steps}.")
     machine = PaperMachine(
-        policy.link(device),
-        allocator_named(allocator, limit),
-        tier=tier,
-        most_recomputing=thrash * plain,
+        policy.link(device), allocator_named(allocator, limit), tier=tier, most_recomputing=THRASH * plain,
         overlaps=device.overlaps,
-    )
+    )  # fmt: skip
     watched = policy.follows or step.plain_peak() > allowed  # else it costs half as much, which is not on paper
     controller = Controller(machine, policy, allowed)
-    run = _Run(step, machine, controller, frozenset(escaped), Attention.of(device, policy) if watched else Attention())
+    run = _Run(step, machine, controller, Attention.of(device, policy) if watched else Attention())
     for number in range(steps):
         status, why = run.go(number)
         if status != "ok":
@@ -170,7 +164,7 @@ def _absences(problem: Problem, policy: AbstractPolicy) -> list[Absence]:
     machine = PaperMachine(
         policy.link(problem.device), allocator_named("exact", None), most_recomputing=step_seconds(step)
     )
-    run = _Run(step, machine, Controller(machine, policy, problem.allowed), frozenset(), Attention())
+    run = _Run(step, machine, Controller(machine, policy, problem.allowed), Attention())
     status, why = run.go(0)
     return run.absences(run.result(status, why, step_seconds(step)).timeline) if status == "ok" else []
 
@@ -242,14 +236,10 @@ class Attention(NamedTuple):
 class _Run:
     """One step, again and again, under one controller."""
 
-    def __init__(
-        self, step: Step, machine: PaperMachine, controller: Controller, escaped: frozenset[StorageId],
-        attention: Attention,
-    ) -> None:  # fmt: skip
+    def __init__(self, step: Step, machine: PaperMachine, controller: Controller, attention: Attention) -> None:
         self._step = step
         self._machine = machine
         self._controller = controller
-        self._escaped = escaped
         self._attention = attention
         self._handled: Seconds = 0.0
         self._python: Seconds = 0.0
@@ -471,7 +461,6 @@ class _Run:
         self._counted[storage] = None
         self._recorded_as[storage.number] = number
         storage.kind = info.kind.value
-        storage.handle.pinned = number in self._escaped
         if info.nbytes >= LARGE and sheet is not None:
             self._note_pressure()
         return _current(storage)
