@@ -24,11 +24,11 @@ from spillway.ir.account import account
 from spillway.methods import METHODS, Planned, Problem
 from spillway.methods.actions import Action
 from spillway.methods.auto.on_paper import Choices
-from spillway.recording import record
 from spillway.simulation.simulated_engine import simulate
 from spillway.simulation.sweep import sweep_problem_of
 from spillway.units import Bytes, Seconds
 from spillway.workloads import Workload
+from spillway.workloads.recorded import record
 
 
 def llama(*, layers: int = 32, batch: int = 1, length: int = 8192, width: int = 4096) -> Workload:

@@ -23,11 +23,11 @@ from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell, froze
 from spillway.costs.device import DEVICES, Device
 from spillway.ir import Phase, Step
 from spillway.methods import METHODS, AbstractPlanner
-from spillway.recording import record
 from spillway.simulation.sweep import Failure, SweepProblem, compare, sweep_problem_of
 from spillway.simulation.sweep import Row as Cell
 from spillway.units import Seconds, format_bytes
 from spillway.workloads import Batch, Workload, get, seed_everything
+from spillway.workloads.recorded import record
 
 DEVICES_ASKED: Final = ("a100", "v100-pcie", "slow link")
 """The last is the first with a link a hundredth as fast, both ways in turn: copies outlast the step that began them."""

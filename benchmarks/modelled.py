@@ -15,8 +15,8 @@ from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell, froze
 from spillway.calibration.measured import measure
 from spillway.costs import Device, Shares, step_seconds, timed
 from spillway.ir import Step
-from spillway.recording import record
 from spillway.workloads import Workload, get
+from spillway.workloads.recorded import record
 
 AT_MOST: Final = 0.15
 """Target for the distance between modelled and measured step, as a share."""

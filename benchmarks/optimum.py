@@ -15,9 +15,9 @@ from spillway.errors import BudgetInfeasible
 from spillway.ir import Step
 from spillway.methods import Problem
 from spillway.methods.checkmate import Checkmate, lower_bound
-from spillway.recording import record
 from spillway.simulation.sweep import Row as Cell
 from spillway.simulation.sweep import SweepProblem, compare, sweep_problem_of
+from spillway.workloads.recorded import record
 
 HEURISTICS: Final = ("dtr", "dtr-eqclass", "msps", "sqrt-n", "checkpoint", "mimose")
 """Those that only recompute, as long as that suffices; a row in which one moved something does not count."""

@@ -24,12 +24,12 @@ from spillway.costs import Device
 from spillway.errors import BudgetInfeasible
 from spillway.ir import Step
 from spillway.methods import Planned, Window
-from spillway.recording import record
 from spillway.session.tensor_session import TensorSession
 from spillway.simulation.simulated_engine import simulate
 from spillway.tiers.disk import DiskTier
 from spillway.tiers.spill_file import SpillIO
 from spillway.units import Bytes, MiB
+from spillway.workloads.recorded import record
 from tests.cpu.families import difference
 from tests.cpu.test_planned_sessions import TWELVE, family_trained
 

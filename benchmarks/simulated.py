@@ -26,11 +26,11 @@ from spillway.ir import Change, Recorded, Timeline
 from spillway.ir.spans import Lane, Span
 from spillway.methods import METHODS
 from spillway.methods.base import AbstractPolicy
-from spillway.recording import record
 from spillway.session.tensor_session import TensorSession
 from spillway.simulation.simulated_engine import Simulation, simulate
 from spillway.units import Bytes, MiB, Seconds
 from spillway.workloads import Workload
+from spillway.workloads.recorded import record
 
 METHODS_COMPARED: Final = ("lru", "delta")
 EXTRA_LIMIT: Final = 0.2

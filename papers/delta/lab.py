@@ -17,8 +17,8 @@ from papers.delta.soft_budget import Ran, run_softly
 from spillway.costs import Device, Scaling, device_named, fit_scaling, timed
 from spillway.ir import Step
 from spillway.methods import AbstractPolicy, Delta
-from spillway.recording import record
 from spillway.units import Bytes, GiB, MiB, Seconds
+from spillway.workloads.recorded import record
 
 # ---------------------------------------------------------------------- what the paper says
 

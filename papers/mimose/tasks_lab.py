@@ -29,9 +29,9 @@ from spillway.methods import DTR
 from spillway.methods.by_block import Phase
 from spillway.methods.mimose import Mimose, Options
 from spillway.methods.mimose.planner import Measured, gaps_of, measured, revoked
-from spillway.recording import record
 from spillway.simulation.simulated_engine import Simulation, simulate
 from spillway.units import Bytes, Seconds
+from spillway.workloads.recorded import record
 
 # ---------------------------------------------------------------------- what the paper says
 

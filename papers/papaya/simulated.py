@@ -33,9 +33,9 @@ from spillway.advisor.ways import way_of
 from spillway.costs import Device, device_named, timed
 from spillway.ir import Phase
 from spillway.methods import DTR
-from spillway.recording import record
 from spillway.simulation.simulated_engine import simulate
 from spillway.units import Bytes
+from spillway.workloads.recorded import record
 
 LINK: Final = 5.9e9
 """Bytes per second either way: what ResNet-50's published swap comes to, 23.0 ms an image for 68 MB out and in."""

@@ -14,7 +14,7 @@ from spillway.ir import Plan, Step, verify
 from spillway.ir.account import account
 from spillway.ir.block_calls import block_calls
 from spillway.ir.lives import lives_of
-from spillway.recording import record_step
+from spillway.recording.steps import record_step
 from tests.cpu.block_cases import Chain, Residual, Shared
 from tests.cpu.test_block_discovery import BLOCKS, Stage, X, built, ids
 from tests.pure.block_steps import block_names

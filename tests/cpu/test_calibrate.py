@@ -16,8 +16,9 @@ from spillway.cli import main
 from spillway.costs import read_device, write_device
 from spillway.costs.device import DEVICES
 from spillway.engines.tensors.ops import OpInfo
-from spillway.recording import record, record_step
 from spillway.recording.formulas import shape_of
+from spillway.recording.steps import record_step
+from spillway.workloads.recorded import record
 
 
 @pytest.mark.parametrize(

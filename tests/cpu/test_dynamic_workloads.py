@@ -17,13 +17,12 @@ from spillway.cli import main
 from spillway.errors import UsageError
 from spillway.pilots.architecture import Architecture
 from spillway.pilots.sample_files import read_samples
-from spillway.recording.path_recorder import PathRecorder
 from spillway.workloads import stdlib_trees
 from spillway.workloads.dynamic.gates import Gate
 from spillway.workloads.dynamic.tree_batches import children_of, inner_nodes, nodes_of_cells
 from spillway.workloads.dynamic.tree_batches import sizes as sizes_of_trees
 from spillway.workloads.named import DYNAMIC, get
-from spillway.workloads.recorded import record_samples
+from spillway.workloads.recorded import PathRecorder, record_samples
 from spillway.workloads.workload import Workload
 from tests.cpu.dynamic_networks import SMALL_DYNAMIC
 

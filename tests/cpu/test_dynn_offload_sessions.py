@@ -22,9 +22,8 @@ from spillway.pilots.pilot import AbstractPilot, Foresight
 from spillway.pilots.pilot_files import SavedPilot, write_pilot
 from spillway.pilots.program import Program
 from spillway.pilots.referee import Referee
-from spillway.recording.path_recorder import PathRecorder
 from spillway.session.foreseen_steps import described
-from spillway.workloads.recorded import record_samples
+from spillway.workloads.recorded import PathRecorder, record_samples
 
 STEPS = 5
 SIZES: dict[str, dict[str, Any]] = {

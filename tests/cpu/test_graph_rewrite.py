@@ -27,8 +27,9 @@ from spillway.methods import METHODS, AbstractPlanner, Problem, Swap
 from spillway.methods.actions import Action, ActionOptions
 from spillway.methods.checkpoint import CheckpointPlanner
 from spillway.methods.graph_rewrite import PACK, UNPACK, compressed, run_twice
-from spillway.recording import record, record_step
+from spillway.recording.steps import record_step
 from spillway.workloads import get
+from spillway.workloads.recorded import record
 from tests.pure.block_steps import block_names
 
 V100 = device_named("v100-pcie")

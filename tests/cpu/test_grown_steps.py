@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from spillway.costs import fit_scaling
-from spillway.recording import record
 from spillway.workloads import get
+from spillway.workloads.recorded import record
 
 SMALL = {"layers": 1, "width": 64, "batch": 2}
 

@@ -19,9 +19,10 @@ from torch.utils.checkpoint import checkpoint
 import spillway
 from spillway.errors import UsageError
 from spillway.ir import Kind, Op, Phase, Plan, Step, verify
-from spillway.recording import record, record_step
+from spillway.recording.steps import record_step
 from spillway.units import MiB
 from spillway.workloads import Workload, get
+from spillway.workloads.recorded import record
 from spillway.workloads.workload import Batch, seed_everything
 
 SMALL: dict[str, Callable[[], Workload]] = {

@@ -22,11 +22,11 @@ from spillway.memory.ledger import SMALLEST_MOVABLE
 from spillway.methods import DTR, LRU, Checkmate, KeepAll, Planned, Problem, SqrtN, Swap
 from spillway.methods.base import AbstractPlanner, AbstractPolicy
 from spillway.native.arena import Arena
-from spillway.recording import record
 from spillway.session.tensor_session import TensorSession
 from spillway.simulation.simulated_engine import Simulation, simulate
 from spillway.units import Bytes
 from spillway.workloads.named import get
+from spillway.workloads.recorded import record
 from spillway.workloads.workload import Workload
 from tests.cpu.families import difference, state_of
 from tests.pure.test_ir_properties import Machine, idle_intervals, plan_of, verdict

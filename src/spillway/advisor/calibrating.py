@@ -27,8 +27,8 @@ from spillway.costs.efficiency import OpKind
 from spillway.costs.fitting import LeftOut, Timed, fit, leave_one_out, spread_of
 from spillway.costs.roofline import Reckoned, launches_of, paced, work_of
 from spillway.ir.step import Step
-from spillway.recording.steps import record
 from spillway.units import Seconds
+from spillway.workloads.recorded import record
 from spillway.workloads.workload import Batch, Workload
 
 TIMES: Final = 7

@@ -2,7 +2,7 @@
 
 Only the forward is watched: the backward and the optimizer run as they always do. What a whole step does, with the
 lifetimes of storages, is for `recorder.py`. `ForwardRecorder` takes ops from whoever has them: a session, whose steps
-run anyway (`session/foreseen_steps.py`), or `PathRecorder`, which runs steps to record them.
+run anyway (`session/foreseen_steps.py`), or `PathRecorder` (`workloads/recorded.py`), which runs steps to record them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from threading import get_ident
-from typing import Any, Final, NamedTuple, Protocol, final
+from typing import Any, Final, NamedTuple, final
 
 import numpy as np
 import torch
@@ -26,25 +26,11 @@ from spillway.internals.dispatch_key import unwatched
 from spillway.internals.private import storage_address, storage_of, unheard
 from spillway.pilots.architecture import Architecture, control_statements
 from spillway.pilots.idioms import folded
-from spillway.pilots.paths import Dynamism, Floats, OpSignature, ParameterStorage, PathOp, Sample, Site
+from spillway.pilots.paths import Dynamism, Floats, OpSignature, ParameterStorage, PathOp, Site
 from spillway.recording.formulas import flops_of, traffic_of
-from spillway.recording.recorder import arriving
-from spillway.recording.steps import Trainable
 
 _TELLS_THE_HOST: Final = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 """After ops with these tags the host knows what tensors hold, so that what follows may depend on it."""
-
-
-class Dynamic(Trainable, Protocol):
-    """A workload that says what is dynamic about it."""
-
-    @property
-    def loss(self) -> Callable[[Any, Any], torch.Tensor]:
-        """Of the model and a batch."""
-
-    @property
-    def dynamism(self) -> Dynamism | None:
-        """What a pilot has to be told."""
 
 
 @final
@@ -276,56 +262,3 @@ def _mean(tensor: torch.Tensor | None) -> Floats:
         whole = tensor.detach() if tensor.is_floating_point() else tensor.detach().to(torch.float32)
         found = whole.mean(leading, dtype=torch.float32) if leading else whole.to(torch.float32)
         return np.array(found.cpu().numpy(), np.float32)
-
-
-@final
-class PathRecorder:
-    """Runs steps of a workload, and writes down what their forwards do.
-
-    Raises UsageError for a workload that does not say what is dynamic about it, or names no module of the model.
-    """
-
-    def __init__(self, workload: Dynamic) -> None:
-        if workload.dynamism is None:
-            raise UsageError(
-                f"The workload {workload.name} does the same for every sample: there is no path to record."
-            )
-        self.architecture = Architecture(workload.name, workload.dynamism.base)
-        """What was seen so far."""
-        self._workload, self._dynamism = workload, workload.dynamism
-        self._recorder = ForwardRecorder(self.architecture, [workload.model], workload.dynamism)
-        self._steps = 0
-
-    def sample(self, batch: Any, *, update: bool = True) -> Sample:
-        """One step of the network, and what it did; with `update` the backward and the optimizers run after the
-        forward."""
-        recorder = self._recorder
-        with recorder.watching(), arriving(self._handle):
-            loss = self._workload.loss(self._workload.model, batch)
-        if update:
-            loss.backward()  # type: ignore[no-untyped-call]
-            for optimizer in self._workload.optimizers:
-                optimizer.step()
-            for optimizer in self._workload.optimizers:
-                optimizer.zero_grad()
-        self._steps += 1
-        forward = recorder.forward
-        if forward.embedding is None:
-            raise UsageError(f"The forward of {self._workload.name} did not call {self._dynamism.embedding!r}.")
-        return Sample(
-            step=self._steps - 1, sizes=self._dynamism.sizes(batch), structure=tuple(self._dynamism.structure(batch)),
-            embedding=forward.embedding, base=self._dynamism.base,
-            path=self.architecture.path(forward.keys, forward.starts, forward.operands),
-            signatures=np.array(forward.signatures, np.int32), asked_at=np.array(forward.asked_at, np.int32),
-            hidden=np.array(forward.hidden, np.float32).reshape(-1, len(forward.embedding)),
-            loss=float(loss.detach()),
-        )  # fmt: skip
-
-    @unheard
-    def _handle(self, _: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        met = self._recorder.before(func, args, kwargs)
-        out = func(*args, **kwargs)
-        if met is not None:
-            self._recorder.after(met, out)
-        return out
