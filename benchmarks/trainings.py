@@ -5,7 +5,7 @@ from __future__ import annotations
 from benchmarks import workloads
 from benchmarks.record import Tell
 from spillway.subprocess_runs import run as launch
-from spillway.subprocess_runs.run import Listener, RunRequest, RunResult, StepDone
+from spillway.subprocess_runs.run import RunRequest, RunResult, StepDone
 from spillway.units import Bytes
 
 
@@ -24,7 +24,7 @@ def trained(workload: str, steps: int, method: str | None, budget: Bytes | None,
             tell(f"{method or 'plain'}: step {len(done)} of {steps}")
 
     request = RunRequest(workload=path_of(workload), seed=0, steps=steps, method=method, budget_bytes=budget)
-    return launch.run(request, Listener(step=hear, output=tell))
+    return launch.run(request, step=hear, output=tell)
 
 
 def differing(found: RunResult, plain: RunResult) -> int:

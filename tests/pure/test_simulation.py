@@ -82,7 +82,7 @@ def test_the_verb_says_in_a_sentence_what_it_cannot_read(tmp_path: Path, capsys:
     with pytest.raises(SystemExit) as ended:
         main(["simulate", str(tmp_path / "none"), "--budget", "1GiB"])
     assert ended.value.code == 1
-    assert "none cannot be read: No such file or directory." in capsys.readouterr().err
+    assert "none: No such file or directory." in capsys.readouterr().err
 
 
 def test_the_verb_prints_text(file: Path, capsys: pytest.CaptureFixture[str]) -> None:

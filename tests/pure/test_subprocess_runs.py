@@ -9,9 +9,8 @@ import re
 import pytest
 
 from spillway.cli.training import broken_promises, print_rows
-from spillway.errors import BudgetInfeasible
 from spillway.ir import StepReport
-from spillway.subprocess_runs.rows import FINAL_STATE, Row, first_difference, plain_row, refused_row, row
+from spillway.subprocess_runs.rows import FINAL_STATE, RefusedRow, Row, first_difference, plain_row, row
 from spillway.subprocess_runs.run import RunRequest, RunResult, StepDone
 
 REPORT = StepReport(
@@ -114,19 +113,17 @@ def test_losses_that_are_no_numbers_are_the_same_if_both_runs_have_them() -> Non
 
 
 def test_a_refused_run_is_a_row_with_the_same_keys_and_no_figures() -> None:
-    error = BudgetInfeasible(needed=300, allowed=200, op="mm", op_index=4, smallest_budget=320, exact=False)
-    refused = refused_row(budget_bytes=200, method="lru", error=error).to_json()
+    refused = RefusedRow(budget_bytes=200, method="lru", refused="too little.", smallest_budget_bytes=320).to_json()
     finished = row(REQUEST, MANAGED, PLAIN).to_json()
     assert set(refused) == set(finished)
-    assert (refused["refused"], refused["smallest_budget_bytes"]) == (str(error), 320)
+    assert (refused["refused"], refused["smallest_budget_bytes"]) == ("too little.", 320)
     assert (refused["identical"], refused["peak_bytes"], finished["refused"]) == (None, None, None)
 
 
 def test_the_table_has_a_line_for_every_run(capsys: pytest.CaptureFixture[str]) -> None:
     plain = plain_row(dataclasses.replace(REQUEST, method=None, budget_bytes=None), PLAIN, MANAGED)
     differs = row(REQUEST, result(losses=(4.0, 3.5, 2.0), report=REPORT), PLAIN)
-    error = BudgetInfeasible(needed=300, allowed=50, op="mm", op_index=4, smallest_budget=320, exact=False)
-    refused = refused_row(budget_bytes=50, method="lru", error=error)
+    refused = RefusedRow(budget_bytes=50, method="lru", refused="too little.", smallest_budget_bytes=320)
     print_rows("w", [plain, row(REQUEST, MANAGED, PLAIN), differs, refused], "lru")
     out = capsys.readouterr().out
     assert out.startswith("w, 3 steps, method lru, one thread")

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Final
 
-from spillway.costs.device import DEVICES, HERE, Device, device_named
+from spillway.costs.device import DEVICES, HERE, Device
 from spillway.costs.device_files import read_device
 from spillway.errors import SpillwayError, UsageError
-
-FILE_ENDING: Final = ".json"
 
 
 def device_of(name: str | Device) -> Device:
@@ -19,25 +16,17 @@ def device_of(name: str | Device) -> Device:
     if isinstance(name, Device):
         return name
     if name.lower() == HERE:
-        return _measured()
-    if name.lower().endswith(FILE_ENDING):
-        return _of_file(Path(name).expanduser())
-    try:
-        return device_named(name)
-    except UsageError:
+        try:
+            from spillway.calibration.measured import this_machine
+        except ImportError as error:
+            raise SpillwayError(f"Measuring this machine takes torch, which cannot be imported: {error}.") from error
+        return this_machine()
+    if name.lower() in DEVICES:
+        return DEVICES[name.lower()]
+    if not name.lower().endswith(".json"):
         choices = ", ".join((HERE, *DEVICES))
-        raise UsageError(f"There is no device {name!r}; choose one of {choices}, or a device's .json file.") from None
-
-
-def _measured() -> Device:
-    try:
-        from spillway.calibration.measured import this_machine
-    except ImportError as error:
-        raise SpillwayError(f"Measuring this machine takes torch, which cannot be imported: {error}.") from error
-    return this_machine()
-
-
-def _of_file(path: Path) -> Device:
+        raise UsageError(f"There is no device {name!r}; choose one of {choices}, or a device's .json file.")
+    path = Path(name).expanduser()
     if not path.is_file():
         raise UsageError(f"There is no file {path} to read a device from.")
     try:

@@ -29,7 +29,7 @@ from spillway.errors import BudgetInfeasible, EngineError
 from spillway.internals.machine_memory import usable_memory
 from spillway.methods import resolve
 from spillway.report.figures import highest_peak
-from spillway.subprocess_runs.rows import RefusedRow, Row, plain_row, refused_row, row
+from spillway.subprocess_runs.rows import RefusedRow, Row, plain_row, row
 from spillway.subprocess_runs.run import STATIC, RunRequest
 
 WORKLOAD: Final = "stdlib-lm"
@@ -119,7 +119,10 @@ def _run_all(
         try:
             return row(asked, run_announced(shown, task, asked), plain)
         except BudgetInfeasible as error:
-            return refused_row(budget_bytes=asked.budget_bytes or 0, method=asked.method or "", error=error)
+            return RefusedRow(
+                budget_bytes=asked.budget_bytes or 0, method=asked.method or "", refused=str(error),
+                smallest_budget_bytes=error.smallest_budget,
+            )  # fmt: skip
 
     first = plain_row(request, plain, account)
 

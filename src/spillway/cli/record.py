@@ -8,8 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from spillway.cli.common import Json, Seed, Workload, check_writable, print_json, record_workload
-from spillway.errors import SpillwayError
+from spillway.cli.common import Json, Seed, Workload, check_writable, naming, print_json, record_workload
 from spillway.ir import Recorded, write_step
 from spillway.units import format_bytes, format_seconds
 
@@ -33,10 +32,8 @@ def record(
     given |= {} if length is None else {"length": length}
     began = time.perf_counter()
     recorded = record_workload(workload, fake=fake, timed_steps=timed_steps, seed=seed, **given)
-    try:
+    with naming(output):
         write_step(output, recorded)
-    except OSError as error:
-        raise SpillwayError(f"{output} cannot be written: {error.strerror or error}.") from error
     figures = _figures(recorded, output)
     if json:
         print_json(figures)
@@ -58,11 +55,11 @@ def _figures(recorded: Recorded, output: Path) -> dict[str, Any]:
 
 
 def _print(figures: dict[str, Any], seconds: float) -> None:
-    typer.echo(f"{figures['workload']}: {figures['ops']} ops, {figures['storages']} storages")
-    typer.echo(f"  plain peak      {format_bytes(figures['plain_peak_bytes'])}")
-    typer.echo(f"  saved           {format_bytes(figures['saved_bytes'])} by autograd")
-    typer.echo(f"  operations      {figures['flops'] / 1e9:.1f} GFLOP")
-    typer.echo(f"  traffic         {format_bytes(figures['traffic_bytes'])}")
+    print(f"{figures['workload']}: {figures['ops']} ops, {figures['storages']} storages")
+    print(f"  plain peak      {format_bytes(figures['plain_peak_bytes'])}")
+    print(f"  saved           {format_bytes(figures['saved_bytes'])} by autograd")
+    print(f"  operations      {figures['flops'] / 1e9:.1f} GFLOP")
+    print(f"  traffic         {format_bytes(figures['traffic_bytes'])}")
     if figures["op_seconds"] is not None:
-        typer.echo(f"  ops take        {format_seconds(figures['op_seconds'])}")
-    typer.echo(f"{figures['output']}: {format_bytes(figures['output_bytes'])}, in {format_seconds(seconds)}")
+        print(f"  ops take        {format_seconds(figures['op_seconds'])}")
+    print(f"{figures['output']}: {format_bytes(figures['output_bytes'])}, in {format_seconds(seconds)}")

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final
 import typer
 
 from spillway.calibration.named_device import device_of
-from spillway.cli.common import BudgetOfStep, Json, Method, check_writable, print_json, tell_shares
+from spillway.cli.common import BudgetOfStep, Json, Method, check_writable, naming, print_json, tell_shares
 from spillway.errors import SpillwayError, UsageError
 from spillway.ir import RunWriter
 from spillway.ir.loading import load_step
@@ -48,10 +48,8 @@ def simulate(
     check_writable(run_file)
     if tier not in TIERS:
         raise UsageError(f"There is no tier {tier!r}; choose one of {', '.join(TIERS)}.")
-    try:
+    with naming(step):
         recorded = load_step(step)
-    except OSError as error:
-        raise SpillwayError(f"{step} cannot be read: {error.strerror or error}.") from error
     on = device_of(device)
     tell_shares(budget, on.name, on.memory)
     ran = simulate_recorded(

@@ -35,7 +35,7 @@ from spillway.internals.machine_memory import usable_memory
 from spillway.methods import resolve
 from spillway.report.live import LiveLine
 from spillway.subprocess_runs.rows import Row, row
-from spillway.subprocess_runs.run import Listener, RunRequest, RunResult, StepDone, run
+from spillway.subprocess_runs.run import RunRequest, RunResult, StepDone, run
 
 STEPS: Final = 20
 METHOD: Final = "auto"
@@ -103,4 +103,4 @@ def _watched(request: RunRequest, console: Console) -> RunResult:
             if done.report is not None:
                 live.update(done.report)
 
-        return run(request, Listener(step=step, output=partial(say, console)))
+        return run(request, step=step, output=partial(say, console))

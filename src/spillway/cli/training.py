@@ -14,7 +14,7 @@ from spillway.cli.common import say, to_print
 from spillway.errors import SpillwayError
 from spillway.report.figures import format_share, seconds_per_step
 from spillway.subprocess_runs.rows import FINAL_STATE, RefusedRow, Row
-from spillway.subprocess_runs.run import Listener, RunRequest, RunResult, StepDone, run
+from spillway.subprocess_runs.run import RunRequest, RunResult, StepDone, run
 from spillway.units import Seconds, format_bytes, format_seconds
 
 BEFORE_TIMES = ("budget", "peak, our account", "peak RSS above start")
@@ -119,7 +119,7 @@ def run_announced(shown: Progress, task: TaskID, request: RunRequest) -> RunResu
 
     found: RunResult | SpillwayError
     try:
-        found = run(request, Listener(step=step, output=partial(say, shown.console)))
+        found = run(request, step=step, output=partial(say, shown.console))
         note = f"{format_seconds(seconds_per_step(seconds))} a step"
     except SpillwayError as error:
         found, note = error, "ended early"

@@ -79,7 +79,7 @@ class _Forward:
         self.calls: dict[str, int] = {}
         self.running = [_Call("", "", 0)]
         self.embedding: Floats | None = None
-        self.state: Callable[[], torch.Tensor | None] = _nothing
+        self.state: Callable[[], torch.Tensor | None] = lambda: None
         """The last hidden state that a module was given, as long as it is there."""
         self.hidden: list[Floats] = []
         self.asked_at: list[int] = []
@@ -90,10 +90,6 @@ class _Forward:
         if self.embedding is None:
             return -1
         return len(self.asked_at) - (bool(self.asked_at) and self.asked_at[-1] == len(self.keys) - 1)
-
-
-def _nothing() -> None:
-    return None
 
 
 @final

@@ -297,7 +297,12 @@ class Recorder:
         storages that are `present` it is said whether each is left over from an earlier step; `newer_than` gives those
         that the engine has met since one of that number."""
         self._newer_than, self._newest = newer_than, max((one.number for one, _ in present), default=-1)
-        self._guarded(lambda: self._begin_among(present))
+
+        def begin() -> None:
+            self._ledger.begin_among(present)
+            self._ledger.label(self._named())
+
+        self._guarded(begin)
 
         def recording(known: Known) -> Handler:
             handler, info = known.handler if inner is None else inner(known), self._info_of(known.func)
@@ -311,10 +316,6 @@ class Recorder:
             return handle
 
         return recording
-
-    def _begin_among(self, present: Sequence[tuple[Storage, bool]]) -> None:
-        self._ledger.begin_among(present)
-        self._ledger.label(self._named())
 
     def _meet(self) -> None:
         """What the engine has met meanwhile, as it does what NumPy made, the op creates that runs now."""
@@ -546,8 +547,3 @@ def with_medians(step: Step, again: Sequence[Sequence[tuple[str, Seconds]]]) -> 
         ops.append(replace(op, seconds=median([op.seconds, *(run[position] for run in alike)])))
         position += 1
     return replace(step, ops=tuple(ops))
-
-
-def without_seconds(step: Step) -> Step:
-    """The step as nobody looked at the clock."""
-    return replace(step, ops=tuple(replace(op, seconds=None) for op in step.ops))

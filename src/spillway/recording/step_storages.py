@@ -104,7 +104,8 @@ class Ledger:
             if known.dtype is None:
                 known.dtype = tensor.dtype
             if self._recording and known.number < 0:
-                self._enter_late(known)
+                self.enter(known)
+                known.born, known.kind = 0, known.kind or Kind.INPUT
             return known, False
         storage = storage_of(tensor)
         watch = Watch(storage, self._bury)
@@ -161,10 +162,6 @@ class Ledger:
         entry.number, entry.born = len(self.entries), self.now
         self.entries.append(entry)
         self.write(entry)
-
-    def _enter_late(self, entry: Entry) -> None:
-        self.enter(entry)
-        entry.born, entry.kind = 0, entry.kind or Kind.INPUT
 
     def _bury(self, watch: weakref.ref[torch.UntypedStorage]) -> None:
         entry: Entry = cast(Watch, watch).entry

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from spillway.ir import Kind, Step
-from spillway.recording.recorder import Recorder, with_medians, without_seconds
+from spillway.recording.recorder import Recorder, with_medians
 from spillway.units import Seconds
 
 
@@ -43,7 +44,7 @@ def record_step(
     recorded = recorder.finish()
     del result  # it was alive when the step ended
     if not measured:
-        return without_seconds(recorded)
+        return replace(recorded, ops=tuple(replace(op, seconds=None) for op in recorded.ops))
     again = []
     for _ in range(timed_steps):
         with recorder.timing() as clock:

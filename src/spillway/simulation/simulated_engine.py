@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from math import sqrt
-from typing import Final, Literal, NamedTuple, final
+from typing import Final, Literal, final
 
 from spillway.costs.device import Device
 from spillway.costs.roofline import step_seconds
@@ -126,7 +126,10 @@ def simulate(
     plain, from_host = step_seconds(step), 0
     if isinstance(method, AbstractPlanner):
         step, from_host = method.as_run(step, device)
-    policy = _policy(method, step, allowed, device)
+        plan = method.plan(rehearsing(Problem(step=step, allowed=allowed, device=device)))
+        policy: AbstractPolicy = Planned.as_meant(plan, step, method)
+    else:
+        policy = Planned(method, step) if isinstance(method, Plan) else method
     if steps < 1:
         raise UsageError(f"A simulation takes 1 step or more; got {steps}.")
     machine = PaperMachine(
@@ -135,22 +138,13 @@ def simulate(
     )  # fmt: skip
     watched = policy.follows or step.plain_peak() > allowed  # else it costs half as much, which is not on paper
     controller = Controller(machine, policy, allowed)
-    run = _Run(step, machine, controller, Attention.of(device, policy) if watched else Attention())
+    run = _Run(step, machine, controller, device if watched else None)
     for number in range(steps):
         status, why = run.go(number)
         if status != "ok":
             break
     done = run.result(status, why, plain)
     return replace(done, bytes_in=done.bytes_in + from_host)
-
-
-def _policy(
-    method: AbstractPolicy | AbstractPlanner | Plan, step: Step, allowed: Bytes, device: Device
-) -> AbstractPolicy:
-    if isinstance(method, AbstractPlanner):
-        plan = method.plan(rehearsing(Problem(step=step, allowed=allowed, device=device)))
-        return Planned.as_meant(plan, step, method)
-    return Planned(method, step) if isinstance(method, Plan) else method
 
 
 def rehearsing(problem: Problem) -> Problem:
@@ -164,7 +158,7 @@ def _absences(problem: Problem, policy: AbstractPolicy) -> list[Absence]:
     machine = PaperMachine(
         policy.link(problem.device), allocator_named("exact", None), most_recomputing=step_seconds(step)
     )
-    run = _Run(step, machine, Controller(machine, policy, problem.allowed), Attention())
+    run = _Run(step, machine, Controller(machine, policy, problem.allowed), None)
     status, why = run.go(0)
     return run.absences(run.result(status, why, step_seconds(step)).timeline) if status == "ok" else []
 
@@ -197,50 +191,21 @@ def _calls(step: Step) -> Iterator[_Call]:
         yield _Call(
             op=op, creates=creates, writes=tuple(value.storage for value in made if value.storage not in creates),
             reads=tuple(step.values[number].storage for number in op.reads),
-            needed=sum(step.storages[storage].nbytes for storage in creates), exactness=_exactness(op),
-            dies=tuple(dying[op.number + 1]),
+            needed=sum(step.storages[storage].nbytes for storage in creates), dies=tuple(dying[op.number + 1]),
+            exactness=SCAFFOLD if op.name.rpartition(".")[0] in SCAFFOLDS else EXACT if op.replayable else NEVER,
         )  # fmt: skip
-
-
-def _exactness(op: Op) -> int:
-    if op.name.rpartition(".")[0] in SCAFFOLDS:
-        return SCAFFOLD
-    return EXACT if op.replayable else NEVER
-
-
-class Attention(NamedTuple):
-    """What compute waits for Spillway itself."""
-
-    op: Seconds = 0.0
-    root: float = 0.0
-    """For every op besides, times the square root of its seconds."""
-    storage: Seconds = 0.0
-    """For every storage that leaves or comes back, and every op that runs again."""
-    question: Seconds = 0.0
-    """For every question of the policy."""
-    beside: Seconds = 0.0
-    """For every copy that begins while ops run."""
-
-    @classmethod
-    def of(cls, device: Device, policy: AbstractPolicy) -> Attention:
-        op, root = device.watch_seconds, device.watch_root
-        if policy.follows:
-            op, root = op + device.follow_seconds, root + device.follow_root
-        return cls(op, root, device.handling_seconds, device.question_seconds, device.beside_seconds)
-
-    def around(self, op: Op) -> Seconds:
-        return self.op + self.root * sqrt(op.seconds or 0.0)
 
 
 @final
 class _Run:
-    """One step, again and again, under one controller."""
+    """One step, again and again, under one controller. `watched` is the device that says what compute waits for
+    Spillway itself; None if it does not."""
 
-    def __init__(self, step: Step, machine: PaperMachine, controller: Controller, attention: Attention) -> None:
+    def __init__(self, step: Step, machine: PaperMachine, controller: Controller, watched: Device | None) -> None:
         self._step = step
         self._machine = machine
         self._controller = controller
-        self._attention = attention
+        self._watched = watched
         self._handled: Seconds = 0.0
         self._python: Seconds = 0.0
         self._calls = tuple(_calls(step))
@@ -268,7 +233,7 @@ class _Run:
             if self._following is not None:
                 self._following.before_op()
             self._controller.end_step()
-            self._attend(0.0)
+            self._attend(None)
         except (BudgetInfeasible, SpillFullError, DeviceFullError) as error:
             return "oom", str(error)
         except Thrashing as error:
@@ -392,18 +357,25 @@ class _Run:
                 self._complete(call, reads, written)
         if self._following is not None:
             self._following.after_op(self._named(call.creates))
-        self._attend(self._attention.around(call.op))
+        self._attend(call.op)
         self._chronicle.ran.append(Ran(began, now(), clock, call.op.name))
         for number in call.dies:
             self._let_go(number)
 
-    def _attend(self, op: Seconds) -> None:
+    def _attend(self, op: Op | None) -> None:
         """Compute waits for Python: for an op, and for what was handled since the last."""
-        counters, attention = self._controller.counters, self._attention
+        counters, device = self._controller.counters, self._watched
+        if device is None:
+            return
         events = counters.drops + counters.moves + counters.reloads + counters.recomputed_ops
-        handled = attention.storage * events + attention.question * counters.questions
-        handled += attention.beside * counters.early
-        seconds = op + handled - self._handled
+        handled = device.handling_seconds * events + device.question_seconds * counters.questions
+        handled += device.beside_seconds * counters.early
+        around = 0.0
+        if op is not None:
+            around = device.watch_seconds + device.watch_root * (long := sqrt(op.seconds or 0.0))
+            if self._controller.policy.follows:
+                around += device.follow_seconds + device.follow_root * long
+        seconds = around + handled - self._handled
         self._machine.work(seconds)
         self._handled, self._python = handled, self._python + seconds
 

@@ -6,7 +6,6 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Final, final
 
-from spillway.errors import BudgetInfeasible
 from spillway.report.figures import highest_peak, later_seconds, recomputed_share, seconds_per_step
 from spillway.subprocess_runs.run import RunRequest, RunResult
 from spillway.units import Bytes, Seconds
@@ -117,13 +116,6 @@ def plain_row(request: RunRequest, plain: RunResult, account: RunResult) -> Row:
     kept = row(request, account, plain)
     known = {name: getattr(kept, name) for name in ("peak_bytes", "identical", "first_difference")}
     return dataclasses.replace(row(request, plain, plain), **known)
-
-
-def refused_row(*, budget_bytes: Bytes, method: str, error: BudgetInfeasible) -> RefusedRow:
-    """The row of a run whose budget is too small."""
-    return RefusedRow(
-        budget_bytes=budget_bytes, method=method, refused=str(error), smallest_budget_bytes=error.smallest_budget
-    )
 
 
 def first_difference(run: RunResult, plain: RunResult) -> int | str | None:

@@ -81,21 +81,15 @@ class RunResult:
         return [step.seconds for step in self.steps]
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Listener:
-    """Who hears of a run while it runs."""
+def run(request: RunRequest, *, step: Callable[[StepDone], None], output: Callable[[str], None]) -> RunResult:
+    """Run what is asked for in a fresh process with one thread. `step` hears of every step when it is done; `output`,
+    in another thread, of every line that the process prints.
 
-    step: Callable[[StepDone], None]
-    output: Callable[[str], None]
-    """Called, from another thread, with every line that the process prints."""
-
-
-def run(request: RunRequest, listener: Listener) -> RunResult:
-    """Run what is asked for in a fresh process with one thread. Raises BudgetInfeasible if a step cannot run under the
-    budget, and SpillwayError for whatever else kept the run from its end, in one sentence."""
+    Raises BudgetInfeasible if a step cannot run under the budget, and SpillwayError for whatever else kept the run from
+    its end, in one sentence.
+    """
     steps: list[StepDone] = []
-    with talking("spillway.subprocess_runs.child:main", request, listener.output) as talk:
+    with talking("spillway.subprocess_runs.child:main", request, output) as talk:
         while True:
             try:
                 message = talk.hear()
@@ -105,7 +99,7 @@ def run(request: RunRequest, listener: Listener) -> RunResult:
             match message:
                 case StepDone():
                     steps.append(message)
-                    listener.step(message)
+                    step(message)
                 case RunResult():
                     return replace(message, steps=tuple(steps))
                 case SpillwayError():
