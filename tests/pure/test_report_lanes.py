@@ -35,7 +35,7 @@ def boxes(path: str) -> list[Box]:
 def drawn() -> dict[tuple[Lane, str], list[Box]]:
     lanes = draw_lanes(LANES)
     assert lanes is not None
-    return {(row.lane, marks.name): boxes(marks.path) for row in lanes.rows for marks in row.marks}
+    return {(row.lane, name): boxes(path) for row in lanes.rows for name, path in row.marks.items()}
 
 
 def test_every_lane_has_a_row_and_what_ran_on_it_stands_at_its_time() -> None:
@@ -62,7 +62,7 @@ def test_a_copy_that_compute_waits_for_in_part_is_drawn_in_two() -> None:
     spans = tuple(dataclasses.replace(span, began=3.0) if span.work == "stall" else span for span in LANES.spans)
     lanes = draw_lanes(dataclasses.replace(LANES, spans=tuple(sorted(spans, key=lambda span: span.began))))
     assert lanes is not None
-    out = {marks.name: boxes(marks.path) for marks in lanes.rows[1].marks}
+    out = {name: boxes(path) for name, path in lanes.rows[1].marks.items()}
     second = WIDTH / 10
     assert out == {"hidden": [(1.5 * second, PITCH, 1.5 * second)], "waited": [(3 * second, PITCH, 0.5 * second)]}
 
@@ -76,9 +76,9 @@ def long_step(ops: int, gap: float) -> Timeline:
 def test_a_picture_does_not_grow_with_the_ops_of_the_step(gap: float) -> None:
     lanes = draw_lanes(long_step(20_000, gap))
     assert lanes is not None
-    (marks,) = lanes.rows[0].marks
-    assert len(boxes(marks.path)) <= WIDTH / NARROWEST
-    assert all(x >= 0 and x + wide <= WIDTH + 0.11 for x, _, wide in boxes(marks.path))
+    (path,) = lanes.rows[0].marks.values()
+    assert len(boxes(path)) <= WIDTH / NARROWEST
+    assert all(x >= 0 and x + wide <= WIDTH + 0.11 for x, _, wide in boxes(path))
     assert len(lanes.told) == len(columns_of(long_step(20_000, gap))) == COLUMNS
 
 
@@ -86,8 +86,8 @@ def test_what_is_short_is_drawn_all_the_same_and_within_the_picture() -> None:
     spans = (op(0, 0.0, 10.0), stall(0, 9.9999, 10.0))
     lanes = draw_lanes(dataclasses.replace(LANES, spans=spans))
     assert lanes is not None
-    _, short = lanes.rows[0].marks
-    assert boxes(short.path) == [(WIDTH - NARROWEST, 0, NARROWEST)]
+    _, short = lanes.rows[0].marks.values()
+    assert boxes(short) == [(WIDTH - NARROWEST, 0, NARROWEST)]
 
 
 def test_without_a_clock_there_are_no_lanes() -> None:

@@ -14,7 +14,7 @@ from markupsafe import Markup
 
 from spillway.advisor.gains import Sweep, SweepPoint, best_crossover, gains
 from spillway.advisor.measurements import Samples
-from spillway.advisor.verdict import Fitted, Row, ratios
+from spillway.advisor.verdict import Fitted, Row, plain_row, ratios
 from spillway.report.charts import round_bytes, short_bytes, short_seconds
 from spillway.report.drawing import (
     BLUE,
@@ -157,12 +157,12 @@ def memory(rows: Sequence[Row], kinds: Kinds, name: str) -> Picture | None:
 
 
 def _by_line(rows: Sequence[Row]) -> Kinds:
-    plain = next((row.predicted.size for row in rows if row.verdict == "plain" and row.predicted), None)
-    bars = {}
+    plain, bars = plain_row(rows), {}
     for row in rows:
-        own = None if row.predicted is None else row.predicted.size
-        for size in sorted({size for size in (plain, own) if size is not None}):
-            if row.fitted is not None and (cost := row.fitted.cost):
+        bests = [one.predicted for one in (plain, row) if one is not None and one.predicted is not None]
+        for size in sorted({best.size for best in bests}):
+            if row.fitted is not None:
+                cost = row.fitted.cost
                 bars[row.method, size] = {"fixed": round(cost.beta), "with the batch": round(cost.alpha * size)}
     return bars
 
@@ -251,7 +251,7 @@ def fits(rows: Sequence[Row], styles: Mapping[str, Style], name: str) -> Picture
     fitted = [(row, row.fitted) for row in rows if row.fitted is not None]
     if not fitted:
         return None
-    said = [f"{row.method} {_r(both.memory.r)} and {_r(_time(both))}" for row, both in fitted]
+    said = [f"{row.method} {_r(both.memory.r)} and {_r(both.law_of_time.r)}" for row, both in fitted]
     return Picture(
         title="Fits", svg=_svg(lambda: _draw_fits(fitted, styles), f"{name}fits", "Fits of memory and time."),
         told=f"Memory at the left and seconds of a step at the right against the batch, with the fitted lines; "
@@ -273,7 +273,7 @@ def _draw_fits(fitted: Sequence[tuple[Row, Fitted]], styles: Mapping[str, Style]
         bent = [0, knee, last] if knee else [0, last]
         times.plot(bent, [both.cost.seconds(size) for size in bent], color=style.colour, linewidth=1.2)
         ends.append(End(f"{_short(row.method)} {_r(both.memory.r)}", style.colour, last, both.cost.nbytes(last)))
-        later.append(End(f"{_short(row.method)} {_r(_time(both))}", style.colour, last, both.cost.seconds(last)))
+        later.append(End(f"{_short(row.method)} {_r(both.law_of_time.r)}", style.colour, last, both.cost.seconds(last)))
         top = max(top, both.cost.nbytes(last), *_samples(row).peaks.values())
     limit = fitted[0][0].limit
     if isfinite(limit) and limit <= 2 * top:
@@ -341,7 +341,7 @@ def _draw_scores(placed: Sequence[Placed], styles: Mapping[str, Style]) -> Figur
 
 def _gains(row: Row, rows: Sequence[Row]) -> tuple[float | None, float | None]:
     """Predicted and measured; None where that is not known or not finite."""
-    plain = next((one for one in rows if one.verdict == "plain"), None)
+    plain = plain_row(rows)
     fastest = None if plain is None or plain.measured is None else plain.measured.throughput
     measured = None if not fastest or row.measured is None else row.measured.throughput / fastest
     return ratios(rows).get(row.method), measured
@@ -353,7 +353,10 @@ def _gains(row: Row, rows: Sequence[Row]) -> tuple[float | None, float | None]:
 def gain(sweep: Sweep, styles: Mapping[str, Style], name: str) -> Picture | None:
     """Highest throughput as a multiple of the plain one against depth, width or devices (Figs. 9 and 11)."""
     lines = {
-        method: tuple(_finite(gains(sweep, method, of)) for of in (SweepPoint.predicted, SweepPoint.measured))
+        method: tuple(
+            [one for one in gains(sweep, method, of) if isfinite(one[1])]
+            for of in (SweepPoint.predicted, SweepPoint.measured)
+        )
         for method in sweep.methods
     }
     lines = {method: both for method, both in lines.items() if any(both)}
@@ -399,10 +402,6 @@ def _draw_gain(sweep: Sweep, lines: Mapping[str, Sequence[Pairs]], styles: Mappi
     axes.set_ylim(bottom=0)
     _label(axes, ends)
     return figure
-
-
-def _finite(pairs: Pairs) -> Pairs:
-    return [(value, gain) for value, gain in pairs if isfinite(gain)]
 
 
 # ---------------------------------------------------------------------- common
@@ -473,10 +472,6 @@ def _right(rows: Sequence[Row]) -> float:
     most = max(max(_samples(row).ran) for row in rows)
     fitting = [row.fitted.largest for row in rows if row.fitted is not None]
     return max(min(max(fitting, default=0.0), BEYOND * most), float(most))
-
-
-def _time(fitted: Fitted) -> float | None:
-    return fitted.knee.r if fitted.cost.knee else fitted.time.r
 
 
 def _r(r: float | None) -> str:

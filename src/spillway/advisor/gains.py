@@ -15,7 +15,7 @@ from typing import Final, Literal, TypeAlias, final
 
 from spillway.advisor.measurements import Seen
 from spillway.advisor.model import ring_seconds
-from spillway.advisor.verdict import Row, judge, plain_name
+from spillway.advisor.verdict import Row, judge, plain_row
 from spillway.units import Bytes, Seconds
 
 FEWEST_POINTS: Final = 2
@@ -37,7 +37,7 @@ class SweepPoint:
     def predicted(self, method: str) -> float | None:
         """The gain by the fits: infinite where nothing fits but with the method, 0 where the method does not fit
         either; None where a fit is missing."""
-        mine, plain = self._row(method), self._plain
+        mine, plain = self._row(method), plain_row(self.rows)
         if mine is None or plain is None or mine.fitted is None or plain.fitted is None:
             return None
         return _gain(*(0.0 if row.predicted is None else row.predicted.throughput for row in (mine, plain)))
@@ -45,7 +45,7 @@ class SweepPoint:
     def measured(self, method: str) -> float | None:
         """The gain of the fastest steps: infinite where the plain one found no memory, 0 where the method did not;
         None where either was not tried."""
-        mine, plain = self._row(method), self._plain
+        mine, plain = self._row(method), plain_row(self.rows)
         if mine is None or plain is None:
             return None
         return _gain(_fastest(mine), _fastest(plain))
@@ -53,13 +53,7 @@ class SweepPoint:
     @property
     def methods(self) -> list[str]:
         """All but the plain one."""
-        plain = self._plain
-        return [row.method for row in self.rows if row is not plain]
-
-    @property
-    def _plain(self) -> Row | None:
-        name = plain_name(self.rows[0].experiment) if self.rows else None
-        return None if name is None else self._row(name)
+        return [row.method for row in self.rows if not row.is_plain]
 
     def _row(self, method: str) -> Row | None:
         return next((row for row in self.rows if row.method == method), None)

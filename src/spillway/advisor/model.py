@@ -99,8 +99,7 @@ def point(plain: Cost, limit: float) -> float:
 
 def pays_by_score(plain: Cost, method: Cost, limit: float) -> bool:
     """Inequality 14 multiplied out: as if beta and delta of the method were the plain ones."""
-    saved, lost = plain.alpha - method.alpha, method.gamma - plain.gamma
-    return limit > plain.beta and lost * (limit - plain.beta) <= saved * plain.delta
+    return pays_with_fragments(plain, method, limit)
 
 
 def pays(plain: Cost, method: Cost, limit: float, method_limit: float | None = None) -> bool:

@@ -129,6 +129,11 @@ class Row:
     warnings: tuple[str, ...] = ()
 
     @property
+    def is_plain(self) -> bool:
+        """Whether it is of training without a method."""
+        return self.method == plain_name(self.experiment)
+
+    @property
     def taken(self) -> Best | None:
         """What to train at with this method: as predicted, unless a smaller batch was seen to be faster."""
         return self.smaller if _goes_against(self.smaller, self.predicted) else self.predicted
@@ -429,17 +434,18 @@ def as_measured(row: Row) -> str:
 
 def ratios(rows: Sequence[Row]) -> Mapping[str, float]:
     """By method its predicted best as a multiple of the plain one's; none without that."""
-    plain = next((row.predicted for row in rows if row.verdict == "plain"), None)
-    if plain is None:
+    plain = plain_row(rows)
+    if plain is None or plain.predicted is None:
         return {}
-    return {row.method: row.predicted.throughput / plain.throughput for row in rows if row.predicted is not None}
+    base = plain.predicted.throughput
+    return {row.method: row.predicted.throughput / base for row in rows if row.predicted is not None}
 
 
 def sentence(rows: Sequence[Row]) -> str:
     """The answer about one experiment."""
     there = rows[0].experiment
     about = there.about
-    plain = next((row for row in rows if row.method == plain_name(there)), None)
+    plain = plain_row(rows)
     known = [row for row in rows if row is not plain and row.predicted is not None]
     if plain is None or plain.fitted is None:
         return f"{about}: nothing can be predicted, {_lack(plain, rows)}.{_fastest(rows)}"
@@ -524,7 +530,7 @@ def recommended(rows: Sequence[Row]) -> Row | None:
 
 def plain_row(rows: Sequence[Row]) -> Row | None:
     """Plain training; None where it was not measured."""
-    return next((row for row in rows if row.verdict == "plain" or row.method == "plain"), None)
+    return next((row for row in rows if row.is_plain), None)
 
 
 @final

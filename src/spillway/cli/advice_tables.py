@@ -14,7 +14,7 @@ from rich.table import Table
 
 from spillway.advisor.gains import Sweep, crossover_sentence, over_devices
 from spillway.advisor.model import ring_seconds
-from spillway.advisor.verdict import Row, cells, plain_name, ratios, sentence
+from spillway.advisor.verdict import Row, cells, ratios, sentence
 from spillway.budgets import parse_bytes, parse_bytes_per_second, parse_seconds
 from spillway.cli.common import say, to_print
 from spillway.errors import UsageError
@@ -172,7 +172,7 @@ def _by_devices(sweep: Sweep, exchange: Exchange, method: str) -> list[dict[str,
     found = []
     for point, count in zip(sweep.points, exchange.counts, strict=True):
         row = _row_of(method, point.rows)
-        told, gain = row.to_json(), None if method == plain_name(row.experiment) else point.predicted(method)
+        told, gain = row.to_json(), None if row.is_plain else point.predicted(method)
         found.append({
             "devices": count, "exchange_seconds": exchange.seconds(count),
             **{name: told[name] for name in ("delta", "point", "predicted_batch", "verdict", "by_score", "by_ratio")},

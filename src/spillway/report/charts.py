@@ -557,25 +557,14 @@ def draw_sizes(steps: Sequence[StepReport], budget: Bytes | None, plain: Bytes =
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Marks:
-    """All of a lane's work of one class."""
-
-    name: str
-    """The class: one of `NAMES`."""
-    path: str
-    """Their outlines, as SVG writes them."""
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """One lane."""
 
     lane: Lane
     y: float
     """Of its upper edge."""
-    marks: list[Marks]
-    """From the lowest to the topmost."""
+    marks: dict[str, str]
+    """All of its work by class, one of `NAMES`, from the lowest to the topmost: outlines, as SVG writes them."""
 
 
 @final
@@ -616,10 +605,8 @@ def draw_lanes(timeline: Timeline) -> Lanes | None:
     }  # fmt: skip
     rows = []
     for number, lane in enumerate(Lane):
-        marks = [
-            Marks(name=name, path=_boxes(parts[lane][name], number * PITCH, WIDTH / seconds))
-            for name in NAMES if parts[lane].get(name)
-        ]  # fmt: skip
+        found = {name: parts[lane][name] for name in NAMES if parts[lane].get(name)}
+        marks = {name: _boxes(work, number * PITCH, WIDTH / seconds) for name, work in found.items()}
         rows.append(Row(lane=lane, y=number * PITCH, marks=marks))
     lengths = dict.fromkeys(NAMES, 0.0)
     for lane in (Lane.COMPUTE, Lane.COPY_OUT, Lane.COPY_IN):  # the disk is busy for these

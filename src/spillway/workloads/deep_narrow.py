@@ -37,12 +37,9 @@ class Layer(nn.Module):
 
 def batches(steps: int, *, seed: int, batch: int, width: int) -> Iterator[tuple[Tensor, Tensor]]:
     """`width` neighbouring bytes, float32 [batch, width] between -1 and 1, and the byte after them, int64 [batch]."""
-    return islice(_endless(stdlib_text.functions(seed=seed), random.Random(seed), batch, width), steps)
-
-
-def _endless(texts: Iterator[bytes], order: random.Random, batch: int, width: int) -> Iterator[tuple[Tensor, Tensor]]:
-    long_enough = (text for text in texts if len(text) > width)
-    while True:
+    order = random.Random(seed)
+    long_enough = (text for text in stdlib_text.functions(seed=seed) if len(text) > width)
+    for _ in range(steps):
         chosen = list(islice(long_enough, -(-batch // WINDOWS)))
         begun = [(chosen[i // WINDOWS], order.randrange(len(chosen[i // WINDOWS]) - width)) for i in range(batch)]
         table = torch.tensor([list(text[start : start + width + 1]) for text, start in begun])

@@ -9,7 +9,6 @@ thread of a processor less than a second: BERT, GPT-2, and ViT (Dosovitskiy et a
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from spillway.errors import WorkloadError
-from spillway.workloads.workload import Batch, Workload, seed_everything
+from spillway.workloads.workload import Batch, Workload, seed_everything, transformers_needed
 
 SIDE: Final = 224
 """Pixels along a side of a picture."""
@@ -176,14 +175,8 @@ def _build(
         raise WorkloadError(f"The stages of the workload {name} are of several widths, and cannot be chosen by one.")
     if width is not None and (width < _HEAD or width % _HEAD):
         raise WorkloadError(f"The workload {name} has a width that is a multiple of {_HEAD}, not {width}.")
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about what it was built against
-            import transformers
-    except ImportError as error:
-        raise WorkloadError(
-            f"The workload {name} needs transformers, which is not installed: pip install 'torch-spillway[workloads]'."
-        ) from error
+    with transformers_needed(name):
+        import transformers
     settings = dict(published.settings)
     if width is not None:
         settings |= {key: width // _HEAD * part for key, part in published.width.items()}

@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import cast
 
@@ -80,12 +79,8 @@ def _pieces() -> list[tuple[Path, int, int]]:
 
 def batches(steps: int, *, seed: int, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Pictures float32 [batch, 3, SIDE, SIDE] between -1 and 1, and labels int64 [batch]."""
-    return islice(_endless(random.Random(seed), batch), steps)
-
-
-def _endless(order: random.Random, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
-    pieces = _pieces()
-    while True:
+    order, pieces = random.Random(seed), _pieces()
+    for _ in range(steps):
         chosen = order.sample(pieces, batch)
         pictures = []
         for path, start, _ in chosen:
@@ -103,13 +98,8 @@ def loss(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def build(seed: int = 0, *, width: int = 16, blocks: tuple[int, ...] = (3, 4, 6, 3), batch: int = 16) -> Workload:
-    """The residual network with SGD and momentum.
-
-    Args:
-        width: Channels of the first stage; every further stage has twice as many.
-        blocks: Basic blocks in each stage.
-        batch: Pictures in a batch.
-    """
+    """The residual network with SGD and momentum; `width` channels in the first stage, twice as many in every further
+    one, which has so many basic blocks."""
     seed_everything(seed)
     model = ResNet(width=width, blocks=blocks, classes=CLASSES)
     return Workload(

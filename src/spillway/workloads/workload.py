@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -74,6 +76,22 @@ def moved(workload: Workload, device: str) -> Workload:
                 yield tuple(tensor.to(where) for tensor in batch)
 
     return replace(workload, batches=batches)
+
+
+@contextmanager
+def transformers_needed(name: str) -> Iterator[None]:
+    """Within, transformers is imported, without its warnings about what it was built against.
+
+    Raises WorkloadError where it is not installed, about the workload of that name.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    except ImportError as error:
+        raise WorkloadError(
+            f"The workload {name} needs transformers, which is not installed: pip install 'torch-spillway[workloads]'."
+        ) from error
 
 
 def seed_everything(seed: int) -> None:

@@ -7,7 +7,6 @@ again on its own result, which is drawn for each step. All recycles but the last
 from __future__ import annotations
 
 import random
-import warnings
 from collections.abc import Iterator
 from functools import partial
 from typing import Any, Final, cast
@@ -16,10 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from spillway.errors import WorkloadError
 from spillway.pilots.paths import BaseType, Dynamism
 from spillway.workloads import stdlib_trees
-from spillway.workloads.workload import Batch, Workload, seed_everything
+from spillway.workloads.workload import Batch, Workload, seed_everything, transformers_needed
 
 NAME = "evoformer"
 RESIDUES: Final = 20
@@ -36,10 +34,9 @@ class Evoformer(nn.Module):
 
     def __init__(self, *, single: int, pair: int, blocks: int) -> None:
         super().__init__()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about what it was built against
-            from transformers.models.esm.configuration_esm import StructureModuleConfig, TrunkConfig
-            from transformers.models.esm.modeling_esmfold import EsmFoldingTrunk
+        from transformers.models.esm.configuration_esm import StructureModuleConfig, TrunkConfig
+        from transformers.models.esm.modeling_esmfold import EsmFoldingTrunk
+
         structure = StructureModuleConfig(
             sequence_dim=single, pairwise_dim=pair, ipa_dim=8, resnet_dim=single, num_heads_ipa=4, num_qk_points=2,
             num_v_points=2, num_blocks=2, num_transition_layers=1, num_resnet_blocks=1, num_angles=7, dropout_rate=0.0,
@@ -102,20 +99,14 @@ def build(
     Args:
         single: Elements of a residue, a multiple of 8.
         pair: Elements of a pair of residues, a multiple of 8.
-        batch: Sequences in a batch, all of one length.
-        shortest: Letters of the shortest sequence.
-        longest: Of the longest.
+        batch: Sequences, all of one length, which is between `shortest` and `longest` letters.
         recycles: How often the trunk is run again at most.
 
     Raises WorkloadError where transformers is not installed.
     """
     seed_everything(seed)
-    try:
+    with transformers_needed(NAME):
         model = Evoformer(single=single, pair=pair, blocks=blocks)
-    except ImportError as error:
-        raise WorkloadError(
-            f"The workload {NAME} needs transformers, which is not installed: pip install 'torch-spillway[workloads]'."
-        ) from error
     given = partial(batches, seed=seed, batch=batch, shortest=shortest, longest=longest, recycles=recycles)
     return Workload(
         name=NAME, model=model, optimizers=(torch.optim.AdamW(model.parameters(), lr=1e-3),), batches=given, loss=loss,

@@ -22,13 +22,8 @@ SETTLING: Final = 64
 
 
 class Gate(nn.Module):
-    """Compares a score of the mean hidden state with a threshold. [..., width] -> the score, and whether it is open.
-
-    Args:
-        width: Of the hidden state.
-        target: The share of samples for which the gate is to be open.
-        rate: How far its threshold moves.
-    """
+    """Compares a score of the mean hidden state with a threshold, which moves so far towards being open for a `target`
+    share of samples. [..., width] -> the score, and whether it is open."""
 
     threshold: Tensor
 

@@ -68,10 +68,8 @@ def build(
     """The Tree-CNN with AdamW.
 
     Args:
-        width: Elements of a node's result.
         cells: Types of nodes with a cell of their own, the last of which all others share.
-        batch: Functions in a batch.
-        largest: Nodes of the largest tree that takes part.
+        batch: Functions, with trees of up to `largest` nodes.
         target: The share of nodes that each gate is to refine.
     """
     seed_everything(seed)

@@ -78,12 +78,8 @@ class VarBert(nn.Module):
 
 def batches(steps: int, *, seed: int, batch: int, longest: int) -> Iterator[dict[str, Tensor]]:
     """`tokens` and `labels`, int64, both [batch, length] with `length <= longest`; texts of one batch of any length."""
-    return islice(_endless(stdlib_trees.docstrings(seed=seed, longest=longest), seed, batch), steps)
-
-
-def _endless(texts: Iterator[bytes], seed: int, batch: int) -> Iterator[dict[str, Tensor]]:
-    random = torch.Generator().manual_seed(seed)
-    while True:
+    texts, random = stdlib_trees.docstrings(seed=seed, longest=longest), torch.Generator().manual_seed(seed)
+    for _ in range(steps):
         rows = [list(text) for text in islice(texts, batch)]
         length = max(map(len, rows))
         tokens = torch.tensor([row + [PAD] * (length - len(row)) for row in rows])
@@ -112,8 +108,7 @@ def build(
 
     Args:
         width: Elements of a token, a multiple of `heads`.
-        layers: Gated layers.
-        batch: Docstrings in a batch; a gate decides for all of them together.
+        batch: Docstrings; a gate decides for all of them together.
         longest: Bytes of the longest docstring that takes part.
         target: The share of samples for which each gate is held open.
         trained: Steps of training that come before, on other samples, for who wants a network that stays as it is.
