@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import spillway
 from spillway.cli import main
 from spillway.ir import StepReport
-from spillway.report.html import write_report
+from spillway.report.html import render
 from spillway.report.live import LiveView
 from spillway.workloads import Workload, seed_everything
 
@@ -94,12 +94,12 @@ def long_run(folder: Path) -> None:
         "budget_bytes": 24 * MiB, "method": "lru", "workload": "a/very/long/name/" * 6, "plain_peak_bytes": 30 * MiB,
         "start_rss_bytes": step.peak_rss_bytes - 26 * MiB,
     }  # fmt: skip
-    write_report(folder / "long.html", header, steps, [])
+    (folder / "long.html").write_text(render(header, steps, []), "utf-8")
 
 
 def empty_run(folder: Path) -> None:
     """A run that ended before its first step did."""
-    write_report(folder / "empty.html", {"workload": "nothing", "budget_bytes": None}, [], [])
+    (folder / "empty.html").write_text(render({"workload": "nothing", "budget_bytes": None}, [], []), "utf-8")
 
 
 def foreseen(folder: Path) -> None:
@@ -110,7 +110,7 @@ def foreseen(folder: Path) -> None:
         "standings": [{"pilot": "nearest", "hit_rate": 0.9, "spared_seconds": 0.3, "acted": 4}],
     }  # fmt: skip
     step = train(folder / "one.html", "lru", "24MiB", (64, 64))
-    write_report(folder / "foreseen.html", {"budget_bytes": 24 * MiB}, [step], [], told)
+    (folder / "foreseen.html").write_text(render({"budget_bytes": 24 * MiB}, [step], [], told), "utf-8")
 
 
 def in_a_notebook(folder: Path) -> None:

@@ -21,7 +21,7 @@ from spillway.advisor.gains import (
 )
 from spillway.advisor.measurements import Experiment, Samples, read_measurements
 from spillway.advisor.model import Cost, ring_seconds
-from spillway.advisor.verdict import Row, advise, default_limit
+from spillway.advisor.verdict import advise, default_limit
 from tests.shared import shared
 
 LIMIT = 16e9
@@ -218,10 +218,3 @@ def test_with_every_device_the_gain_comes_nearer_to_the_ratio_of_the_batches(
     apart = [abs(gain - batches) for _, gain in found]
     assert len(apart) == 4
     assert all(later <= earlier + 1e-9 * batches for earlier, later in pairwise(apart))
-
-
-def test_devices_that_cannot_be_are_refused() -> None:
-    rows: list[Row] = advise(experiment(plain=Cost(alpha=1e9, beta=0, gamma=0.1, delta=1)), LIMIT)
-    with pytest.raises(ValueError, match="not 0 at"):
-        over_devices(rows, [0], 1, 1.0)
-    assert over_devices([], [1, 2], 1, 1.0).methods == []

@@ -6,7 +6,6 @@ import dataclasses
 import math
 import re
 from html.parser import HTMLParser
-from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
@@ -16,7 +15,7 @@ from spillway.ir import Change, Event, Kind, StepReport, StorageLine, Timeline
 from spillway.ir.timeline import WindowAt
 from spillway.report.charts import draw_sizes
 from spillway.report.figures import NO_BUDGET
-from spillway.report.html import ROWS, render, write_report
+from spillway.report.html import ROWS, render
 from spillway.units import MiB
 from tests.pure.spans import told_by
 
@@ -226,17 +225,6 @@ def test_of_very_many_steps_the_first_and_the_last_are_listed_and_the_rest_count
     assert "7 steps are not shown." in read.text
     for number, shown in ((0, True), (ROWS // 2 - 1, True), (ROWS // 2, False), (ROWS + 6, True)):
         assert (f"number {number} " in read.text) is shown
-
-
-def test_a_page_replaces_the_file_that_stood_there(tmp_path: Path) -> None:
-    (tmp_path / "page.html").write_text("old" * 10_000)
-    write_report(tmp_path / "page.html", HEADER, [STEP], [TIMELINE])
-    assert (tmp_path / "page.html").read_text("utf-8") == render(HEADER, [STEP], [TIMELINE])
-
-
-def test_a_place_that_cannot_be_written_is_the_systems_error(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        write_report(tmp_path / "missing" / "page.html", HEADER, [], [])
 
 
 def sized(step: int, size: tuple[int, ...], peak: int, **figures: Any) -> StepReport:

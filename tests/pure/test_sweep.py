@@ -144,12 +144,6 @@ def test_what_raises_is_a_failure_with_its_method_and_budget(monkeypatch: pytest
     assert (whole.complete, len(whole.rows), whole.failures) == (False, 1, [failure])
 
 
-@pytest.mark.parametrize("option", [{"plan_seconds": 0.0}, {"processes": 0}])
-def test_options_that_make_no_sense_are_refused(option: dict[str, float]) -> None:
-    with pytest.raises(UsageError, match="A comparison takes plan_seconds above 0"):
-        next(compare(problem(), ["lru"], [MiB], **option))  # type: ignore[arg-type]
-
-
 def test_methods_are_read_from_one_text() -> None:
     assert parse_methods("all") == list(METHODS)
     assert parse_methods("lru, delta,lru") == ["lru", "delta"]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Final
 
 from spillway.advisor import advice_figures as figures
@@ -31,15 +29,6 @@ HEADS: Final = {
     "R of time": "of the line of time",
 }
 """Columns behind the method, and what they say; of those of `verdict.cells`."""
-
-
-def write_advice(
-    path: str | os.PathLike[str], answers: Sequence[Sequence[Row]], *, title: str, facts: Mapping[str, str],
-    kinds: Kinds, sweeps: Sequence[Sweep],
-) -> None:  # fmt: skip
-    """Write the page. OSError where the system refuses, UsageError without matplotlib."""
-    page = advice_page(answers, title=title, facts=facts, kinds=kinds, sweeps=sweeps)
-    Path(path).write_text(page, encoding="utf-8")
 
 
 def advice_page(

@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import repeat
 from pathlib import Path
 from types import MappingProxyType
@@ -98,11 +99,8 @@ class Words(nn.Module):
 
     def __init__(self, width: int, *blocks: nn.Module) -> None:
         super().__init__()
-        self.table, self.blocks, self.head = (
-            nn.Embedding(8 * width, width),
-            nn.Sequential(*blocks),
-            nn.Linear(width, 8 * width),
-        )
+        self.table, self.blocks = nn.Embedding(8 * width, width), nn.Sequential(*blocks)
+        self.head = nn.Linear(width, 8 * width)
 
     def forward(self, words: Tensor) -> Tensor:
         return cast(Tensor, self.head(self.blocks(self.table(words)))).flatten(0, 1)
@@ -176,27 +174,20 @@ def workload_of(name: str, size: int, where: str, *, half: bool = False) -> Work
         model.to(where)
     placed = tuple(tensor.to(where) for tensor in cast(tuple[Tensor, ...], batch))
 
-    def batches(steps: int) -> Iterator[Batch]:
-        return repeat(placed, steps)
-
     def loss(model: nn.Module, batch: Batch) -> Tensor:
         given, labels = cast(tuple[Tensor, Tensor], batch)
         with torch.autocast(torch.device(where).type, dtype=torch.float16, enabled=half):
             return F.cross_entropy(model(given).float(), labels)
 
     return Workload(
-        name=name, model=model.train(), optimizers=(torch.optim.AdamW(model.parameters()),), batches=batches, loss=loss
+        name=name, model=model.train(), optimizers=(torch.optim.AdamW(model.parameters()),),
+        batches=partial(repeat, placed), loss=loss,
     )  # fmt: skip
 
 
 def calibrate_here(directory: Path, sizes: Sequence[int], tell: Callable[[str], None]) -> Calibrated:
-    """The same for the machine that this runs on: its first CUDA device if it has one, else its CPU.
-
-    Args:
-        directory: Where bytes are spilled.
-        sizes: As `calibrate` takes them; none for the usual ones.
-        tell: Called with a line for each network.
-    """
+    """`calibrate` for the machine that this runs on: its first CUDA device if it has one, else its CPU. Bytes are
+    spilled to the directory; no sizes are the usual ones."""
     where = "cuda" if torch.cuda.is_available() else "cpu"
     tell("rates of this machine")
     return calibrate(measure(directory), where, sizes or SIZES[where], tell)

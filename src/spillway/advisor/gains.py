@@ -190,8 +190,6 @@ def over_devices(
     The exchange is a ring all-reduce that no compute hides, so it is added to delta of every method alike. Batches and
     throughput in the rows are those of one device. What was measured is that of one device too, and is left out
     elsewhere.
-
-    Raises ValueError for what `ring_seconds` does not take.
     """
     points = []
     for count in sorted(set(counts)):

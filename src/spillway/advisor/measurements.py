@@ -13,7 +13,7 @@ import csv
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from io import StringIO
-from math import inf, isfinite
+from math import isfinite
 from pathlib import Path, PurePosixPath
 from typing import Final, Literal, TypeAlias, final
 
@@ -81,13 +81,8 @@ class Samples:
         """Batch sizes that ran at least once."""
         return self.seconds.keys() | self.peaks.keys()
 
-    @property
-    def fastest(self) -> tuple[int, float] | None:
-        """The batch size with the highest throughput, and that; None where no time was measured."""
-        return self.fastest_below(inf)
-
     def fastest_below(self, limit: float) -> tuple[int, float] | None:
-        """The same of smaller batches than `limit`."""
+        """Of batch sizes below `limit` that with the highest throughput, and that; None where no time was measured."""
         speeds = {size: size / seconds for size, seconds in self.seconds.items() if size < limit}
         return max(speeds.items(), key=lambda pair: pair[1], default=None)
 

@@ -67,10 +67,6 @@ class Cost:
             return 0.0
         return room / self.alpha if self.alpha else inf
 
-    def fastest(self, limit: float) -> float:
-        """Samples per second at the largest batch (Eq. 9)."""
-        return self.throughput(self.largest(limit))
-
     def with_communication(self, seconds: Seconds) -> Cost:
         """The same on each of several devices that exchange gradients for so long every step: delta grows (6.2)."""
         return replace(self, delta=self.delta + seconds)
@@ -133,11 +129,8 @@ def pays_with_fragments(
 ) -> bool:
     """Inequality 20, corrected and multiplied out: fragments leave each method a share of the device.
 
-    It is Inequality 14 if the shares are the same. Raises ValueError for a share that is not above 0 and at most 1.
+    It is Inequality 14 if the shares are the same.
     """
-    for share in (plain_share, method_share):
-        if not 0 < share <= 1:
-            raise ValueError(f"A share of the device is above 0 and at most 1, not {share}.")
     room, method_room = limit * plain_share - plain.beta, limit * method_share - plain.beta
     if method_room <= 0:
         return False
@@ -148,12 +141,5 @@ def pays_with_fragments(
 
 
 def ring_seconds(nbytes: Bytes, devices: int, *, bytes_per_second: float, latency: Seconds = 0.0) -> Seconds:
-    """Of a ring all-reduce of gradients, which no compute hides: 2 (n - 1) messages of 1/n of them.
-
-    Raises ValueError for less than one device or a link that is not faster than 0.
-    """
-    if devices < 1 or bytes_per_second <= 0:
-        raise ValueError(
-            f"Gradients go round 1 device or more at more than 0 B/s, not {devices} at {bytes_per_second}."
-        )
+    """Of a ring all-reduce of gradients, which no compute hides: 2 (n - 1) messages of 1/n of them."""
     return 2 * (devices - 1) * (nbytes / devices / bytes_per_second + latency)

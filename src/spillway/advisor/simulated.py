@@ -82,9 +82,7 @@ class SimulatedBench(AbstractBench):
         self._trials: dict[tuple[str, int], Trial] = {}
 
     def measure(self, method: str, size: int) -> Trial:
-        """Simulate one step of a method. Raises UsageError for a name that is none, or a batch without a sample."""
-        if size < 1:
-            raise UsageError(f"A batch has one sample or more, not {size}.")
+        """Simulate one step of a method. Raises UsageError for a name that is none."""
         if (method, size) not in self._trials:
             way = way_of(method)
             peak, seconds, kinds = self._accumulated(way, size) if way.micro else self._trial(way, size)
@@ -140,8 +138,6 @@ class SimulatedBench(AbstractBench):
 
     def _accumulated(self, way: Way, size: int) -> tuple[Bytes, Seconds, Mapping[str, Bytes]]:
         """Micro-batches one after the other: gradients are there from the second on, and the update runs once."""
-        if size % way.micro:
-            raise UsageError(f"A batch of {size} is no multiple of micro-batches of {way.micro}.")
         step = self._step(way.micro)
         peak, kinds = _fullest(step)
         update = sum(op.seconds or 0.0 for op in step.ops if op.phase is Phase.OPTIMIZER)

@@ -242,7 +242,7 @@ def _row(
     smaller = None if best is None else _best(samples.fastest_below(best.size))
     common: dict[str, Any] = {
         "experiment": experiment, "method": method, "limit": limit, "fitted": fitted, "predicted": best,
-        "measured": _best(samples.fastest), "smaller": smaller,
+        "measured": _best(samples.fastest_below(inf)), "smaller": smaller,
         "warnings": tuple(_warnings(experiment, samples, fitted, smaller, limit)),
     }  # fmt: skip
     if is_plain:

@@ -15,7 +15,7 @@ import os
 import platform
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -111,7 +111,9 @@ def _remembered(path: Path, key: Mapping[str, Any]) -> Device | None:
 
 
 def _cpu(directory: Path) -> Device:
-    link, disk = _best([tier_speed(directory) for _ in range(_TRIES)]), disk_speed(directory)
+    speeds, disk = [tier_speed(directory) for _ in range(_TRIES)], disk_speed(directory)
+    # Each way at its best: what else the disk is doing at the moment is not the tier's.
+    link = Speed(out=max(speed.out for speed in speeds), back=max(speed.back for speed in speeds))
     watching = measure_watching(directory, link)
     threads = torch.get_num_threads()
     return Device(
@@ -140,11 +142,6 @@ def _cuda(directory: Path) -> Device:
         source=f"measured: {torch.cuda.get_device_name(0)}, torch {torch.__version__}; link: pinned copies; the least "
         "seconds of a copy are assumed",
     )  # fmt: skip
-
-
-def _best(speeds: Sequence[Speed]) -> Speed:
-    """Each way at its best: what else the disk is doing at the moment is not the tier's."""
-    return Speed(out=max(speed.out for speed in speeds), back=max(speed.back for speed in speeds))
 
 
 def _matmul_rate(device: str) -> float:

@@ -17,7 +17,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 import spillway
 from spillway.advisor.advice_figures import Kinds
-from spillway.advisor.advice_page import write_advice
+from spillway.advisor.advice_page import advice_page
 from spillway.advisor.bench import AbstractBench, Trial
 from spillway.advisor.campaign import Campaign
 from spillway.advisor.gains import Sweep, sweeps_of
@@ -195,7 +195,8 @@ class _Wanted:
             told["devices"] = f"{', '.join(map(str, exchange.counts))}; {exchange}"
         sweeps = [*sweeps_of(answers), *swept]
         with naming(self.output):
-            write_advice(self.output, answers, title=title, facts=told, kinds=kinds, sweeps=sweeps)
+            page = advice_page(answers, title=title, facts=told, kinds=kinds, sweeps=sweeps)
+            self.output.write_text(page, encoding="utf-8")
         if not self.json:
             print(self.output)
 

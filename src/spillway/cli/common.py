@@ -16,7 +16,7 @@ from rich.console import Console
 from spillway.errors import SpillwayError
 from spillway.ir import Recorded, RunFile, StepReport, read_run
 from spillway.methods import METHODS
-from spillway.report.html import write_report
+from spillway.report.html import render
 from spillway.units import Bytes, format_bytes
 
 WORKLOADS: Final = (
@@ -123,7 +123,8 @@ def write_page(path: Path, run_file: Path, facts: Mapping[str, Any], run: RunFil
     what the page says at its top besides the header of the run file."""
     run = run or read_figures(run_file)
     with naming(path):
-        write_report(path, {**run.header, **facts}, run.steps, run.timelines, blocks=run.blocks)
+        page = render({**run.header, **facts}, run.steps, run.timelines, blocks=run.blocks)
+        path.write_text(page, encoding="utf-8")
     if run.damaged_tail:
         say(to_terminal(), f"The last line of {run_file} is incomplete, as a killed run leaves it, and was left out.")
     return run.steps

@@ -183,22 +183,17 @@ class AutomaticSteps:
 
     def _end(self, *, failed: bool = False) -> None:
         self._running = False
-        if failed:
-            self._end_failed()
-            return
-        self.session.end()
-        if self._when_ended is not None:
-            self._when_ended(self.session)
-
-    def _end_failed(self) -> None:
-        error = sys.exception()
-        if error is not None:
+        if failed and (error := sys.exception()) is not None:
             end_failed(self.session, error)
-            return
-        try:
-            raise _Failed
-        except _Failed as failed:
-            end_failed(self.session, failed)
+        elif failed:
+            try:
+                raise _Failed
+            except _Failed as stand_in:
+                end_failed(self.session, stand_in)
+        else:
+            self.session.end()
+            if self._when_ended is not None:
+                self._when_ended(self.session)
 
 
 def _trains(model: torch.nn.Module) -> bool:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import csv
 import io
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote
 
@@ -28,12 +26,11 @@ _NOT_SHOWN: Final = {
 """Parts of a header that stand elsewhere on the page, or say nothing to a reader."""
 
 
-def write_report(
-    path: str | os.PathLike[str], header: Mapping[str, Any], steps: Sequence[StepReport],
-    timelines: Sequence[Timeline], foresight: Mapping[str, Any] | None = None,
-    blocks: BlocksAtPeak | None = None,
-) -> None:  # fmt: skip
-    """Write a page about a run. A file that stands at `path` is replaced; OSError where the system refuses.
+def render(
+    header: Mapping[str, Any], steps: Sequence[StepReport], timelines: Sequence[Timeline],
+    foresight: Mapping[str, Any] | None = None, blocks: BlocksAtPeak | None = None,
+) -> str:  # fmt: skip
+    """The page about a run.
 
     Arguments:
         header: As in a run file: `budget_bytes`, `method`, versions, machine. Where they are known also
@@ -43,14 +40,6 @@ def write_report(
         foresight: What a referee of pilots tells (`Referee.told`).
         blocks: What blocks held in the step with the highest peak, of a session of the block engine.
     """
-    Path(path).write_text(render(header, steps, timelines, foresight, blocks), encoding="utf-8")
-
-
-def render(
-    header: Mapping[str, Any], steps: Sequence[StepReport], timelines: Sequence[Timeline],
-    foresight: Mapping[str, Any] | None = None, blocks: BlocksAtPeak | None = None,
-) -> str:  # fmt: skip
-    """The page that `write_report` writes."""
     left_out = max(len(steps) - ROWS, 0)
     budgets = _budgets(header, steps)
     budget = budgets[0] if len(budgets) == 1 and budgets[0] < NO_BUDGET else None

@@ -41,7 +41,7 @@ from spillway.ir import BlocksAtPeak, Kind, RunWriter, StepReport, Timeline
 from spillway.ir.reading import fits_on_a_line
 from spillway.memory.budget import UNLIMITED
 from spillway.report.figures import scalars
-from spillway.report.html import write_report
+from spillway.report.html import render
 from spillway.session.inputs import check_sharding, gradient_of, leaves, modules_of, signature_of, storages
 from spillway.session.ranks import Ranks, ranks_now
 from spillway.session.updates import Updates
@@ -392,7 +392,9 @@ class Session(ABC):
         told: dict[str, Any] = {"plan": " ".join(self.explanation)} if self.explanation else {}
         if any(step.peak_rss_bytes for step in self.history):
             told["start_rss_bytes"] = self._beside + file_pages()
-        write_report(path, self._header() | told, self.history, timelines, self.foresight, self._held_by_blocks())
+        page = render(self._header() | told, self.history, timelines, self.foresight, self._held_by_blocks())
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(page)
 
     def _repr_html_(self) -> str:
         """What a notebook shows of a cell that ends in the session."""

@@ -240,13 +240,7 @@ def compare(
         plan_seconds: How long a method that searches, as Checkmate does, may take for one plan.
         bounds: Whether there are any.
         processes: As many as there are processors if None; with 1, this one.
-
-    Raises UsageError if an argument makes no sense.
     """
-    if not plan_seconds > 0 or (processes is not None and processes < 1):
-        raise UsageError(
-            f"A comparison takes plan_seconds above 0 and processes of 1 or more; got {plan_seconds} and {processes}."
-        )
     ask = partial(work_out, problem, plan_seconds)
     cells = cells_of(methods, budgets, bounds=bounds)
     for found in answers(ask, cells, cores() if processes is None else processes):
