@@ -21,7 +21,6 @@ from spillway.report.drawing import (
     GREEN,
     GREY,
     INK,
-    LINE,
     ORANGE,
     PAPER,
     PINK,
@@ -29,6 +28,8 @@ from spillway.report.drawing import (
     VIOLET,
     YELLOW,
     Colour,
+    End,
+    frameless,
     spread,
     svg_of,
 )
@@ -113,15 +114,6 @@ class Picture:
     """What it shows, in sentences."""
     key: tuple[tuple[str, str], ...] = ()
     """Names of colours of the page, and what they stand for."""
-
-
-class End(NamedTuple):
-    """What stands at the right of a line, and where the line ends."""
-
-    text: str
-    colour: str
-    x: float
-    y: float
 
 
 def styles_of(methods: Iterable[str]) -> dict[str, Style]:
@@ -421,11 +413,8 @@ def _axes(figure: Figure, place: tuple[float, float, float, float], below: str, 
     axes = figure.add_axes(place, facecolor="none")
     axes.set_xlabel(below, color=SOFT)
     axes.set_ylabel(beside, color=SOFT)
-    axes.tick_params(colors=SOFT, labelsize=9, length=0)
-    axes.grid(color=LINE, linewidth=0.8)
+    frameless(axes)
     axes.set_axisbelow(True)
-    for side in axes.spines.values():
-        side.set_visible(False)
     return axes
 
 
@@ -444,17 +433,9 @@ def _byte_ticks(set_ticks: Callable[[Sequence[float], Sequence[str]], object], t
 
 def _label(axes: Axes, ends: Sequence[End]) -> None:
     """Write beside the axes what each line is, as near to its height as the others let it."""
-    places = [axes.transAxes.inverted().transform(axes.transData.transform((end.x, end.y))) for end in ends]
-    heights = spread([min(max(float(place[1]), 0.0), 1.0) for place in places], LABELS)
+    heights = spread([min(max(end.place_in(axes)[1], 0.0), 1.0) for end in ends], LABELS)
     for end, height in zip(ends, heights, strict=True):
-        axes.annotate(
-            _short(end.text), xy=(end.x, end.y), xycoords="data", xytext=(1.03, height), textcoords="axes fraction",
-            color=end.colour, fontsize=9, ha="left", va="center", annotation_clip=False, zorder=5,
-            arrowprops={
-                "arrowstyle": "-", "color": end.colour, "linewidth": 0.5, "alpha": 0.5, "shrinkA": 1, "shrinkB": 3,
-                "relpos": (0, 0.5),
-            },
-        )  # fmt: skip
+        end._replace(text=_short(end.text)).write(axes, (1.03, height), before=True, zorder=5)
 
 
 def _short(name: str) -> str:

@@ -8,10 +8,16 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Final, final
 
 from spillway.ir.reading import read_fields
+from spillway.ir.timeline import Kind
 from spillway.units import Bytes, Seconds
 
-KINDS: Final = ("parameters", "gradients", "optimizer state", "activations", "input", "other")
-"""What the bytes of a step are."""
+NAMES: Final[Mapping[Kind, str]] = {
+    Kind.PARAMETER: "parameters", Kind.GRADIENT: "gradients", Kind.OPTIMIZER_STATE: "optimizer state",
+    Kind.ACTIVATION: "activations", Kind.INPUT: "input",
+}  # fmt: skip
+"""What kinds of bytes of a step are called."""
+OTHER: Final = "other"
+"""All further kinds."""
 
 
 @final
@@ -28,7 +34,7 @@ class Trial:
     seconds: Seconds | None
     """Of the step; None where memory ran out."""
     by_kind: Mapping[str, Bytes] = field(default_factory=dict)
-    """At the peak, by the names of `KINDS`; may be empty."""
+    """At the peak, by `NAMES` and `OTHER`; may be empty."""
     before_update: Bytes | None = None
     """The highest account before the optimizer began, which grows with the batch where that of the update does not;
     None where that is not known."""

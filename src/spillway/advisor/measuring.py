@@ -22,7 +22,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
@@ -32,7 +32,7 @@ from typing import Any, Final, NamedTuple, cast, final
 import torch
 from torch import Tensor
 
-from spillway.advisor.bench import Trial
+from spillway.advisor.bench import NAMES, OTHER, Trial
 from spillway.advisor.ways import Way, way_of
 from spillway.engines.blocks.trace import AllocationTrace, Held
 from spillway.engines.tensors.devices import device_of
@@ -41,8 +41,9 @@ from spillway.internals.process_memory import found_no_memory
 from spillway.ir import Kind
 from spillway.methods import Checkpoint
 from spillway.processes import as_sent
+from spillway.recording.steps import named_tensors
 from spillway.session import BlockOptions, BlockSession, ReportOptions, SpillOptions, manage
-from spillway.session.inputs import leaves, signature_of, storages
+from spillway.session.inputs import signature_of, storages
 from spillway.units import Bytes, Seconds
 from spillway.workloads import Batch, Workload, get
 from spillway.workloads.named import described
@@ -302,18 +303,9 @@ class _Watched:
     """When the update began."""
 
     def __post_init__(self) -> None:
-        for kind, tensor in self._named():
+        for kind, _, tensor in named_tensors([self.workload.model], self.workload.optimizers, list(self.batches)):
             storage = tensor.untyped_storage()
-            self.known[storage.data_ptr()] = storage.nbytes(), kind
-
-    def _named(self) -> Iterator[tuple[str, Tensor]]:
-        yield from (("other", buffer) for buffer in self.workload.model.buffers())
-        for optimizer in self.workload.optimizers:
-            for state in optimizer.state.values():
-                yield from (("optimizer state", one) for one in leaves(dict(state)) if isinstance(one, Tensor))
-        yield from (("input", leaf) for leaf in leaves(list(self.batches)) if isinstance(leaf, Tensor))
-        yield from (("gradients", one.grad) for one in self.workload.model.parameters() if one.grad is not None)
-        yield from (("parameters", one) for one in self.workload.model.parameters())
+            self.known.setdefault(storage.data_ptr(), (storage.nbytes(), NAMES.get(kind, OTHER)))
 
     @property
     def start(self) -> Bytes:
@@ -336,13 +328,12 @@ class _Watched:
                 self.updating = time.time_ns()
 
         parameters = [one for one in self.workload.model.parameters() if one.requires_grad and one.is_leaf]
-        handles: list[Any] = [cast(Any, one).register_post_accumulate_grad_hook(made) for one in parameters]
-        handles += [one.register_step_pre_hook(updates) for one in self.workload.optimizers]
-        try:
+        with ExitStack() as stack:
+            for one in parameters:
+                stack.callback(cast(Any, one).register_post_accumulate_grad_hook(made).remove)
+            for optimizer in self.workload.optimizers:
+                stack.callback(optimizer.register_step_pre_hook(updates).remove)
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def by_kind(self, held: Held, trace: AllocationTrace, samples: int) -> dict[str, Bytes]:
         """Of the bytes at the peak, of a batch of so many samples.
@@ -350,7 +341,7 @@ class _Watched:
         What the update takes for itself is "other", and so are storages that are no multiple of the samples: what ops
         work with, as reordered weights, which does not grow with the batch. Where both are even that is not seen.
         """
-        found = dict.fromkeys(("parameters", "gradients", "optimizer state", "activations", "input", "other"), 0)
+        found = dict.fromkeys((*NAMES.values(), OTHER), 0)
         for nbytes, kind in self.known.values():
             found[kind] += nbytes
         rest = dict(held.storages)
@@ -359,5 +350,5 @@ class _Watched:
                 del rest[address]
                 found["gradients"] += nbytes
         for _, nbytes in rest.values():
-            found["other" if held.at >= self.updating or nbytes % samples else "activations"] += nbytes
+            found[OTHER if held.at >= self.updating or nbytes % samples else "activations"] += nbytes
         return found

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Final, final
 
-from spillway.advisor.bench import AbstractBench, Trial
+from spillway.advisor.bench import NAMES, OTHER, AbstractBench, Trial
 from spillway.advisor.measurements import SIMULATED
 from spillway.advisor.ways import Way, way_of
 from spillway.costs.device import Device
@@ -36,11 +36,6 @@ from spillway.units import Bytes, Seconds
 
 RECORDED: Final = (2, 3, 5)
 """Batch sizes whose steps are recorded: what is linear in the batch is found by two and checked by a third."""
-
-_KINDS: Final[Mapping[Kind, str]] = {
-    Kind.PARAMETER: "parameters", Kind.GRADIENT: "gradients", Kind.OPTIMIZER_STATE: "optimizer state",
-    Kind.ACTIVATION: "activations", Kind.INPUT: "input",
-}  # fmt: skip
 
 
 @final
@@ -156,7 +151,7 @@ def _fullest(step: Step) -> tuple[Bytes, Mapping[str, Bytes]]:
     fullest, kinds = levels.index(peak), Counter[str]()
     for storage in step.storages:
         if storage.alive_from <= fullest < storage.alive_until:
-            kinds[_KINDS.get(storage.kind, "other")] += storage.nbytes
+            kinds[NAMES.get(storage.kind, OTHER)] += storage.nbytes
     return peak, kinds
 
 
@@ -167,6 +162,6 @@ def _kinds_of(ran: Simulation) -> Mapping[str, Bytes]:
     kinds: Counter[str] = Counter()
     for kind, levels in ran.timeline.by_kind().items():
         if levels[place][1]:
-            kinds[_KINDS.get(kind, "other")] += levels[place][1]
-    kinds["other"] += ran.peak_bytes - kinds.total()
+            kinds[NAMES.get(kind, OTHER)] += levels[place][1]
+    kinds[OTHER] += ran.peak_bytes - kinds.total()
     return kinds

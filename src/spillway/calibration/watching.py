@@ -22,14 +22,14 @@ from contextlib import closing, contextmanager
 from itertools import product
 from math import inf, sqrt
 from pathlib import Path
-from typing import Any, Final, NamedTuple, Self, cast, final
+from typing import Final, NamedTuple, Self, final
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from spillway.costs import DEVICES
 from spillway.engines.tensors.tensor_engine import TensorEngine
+from spillway.ir import Step
 from spillway.memory.budget import UNLIMITED
 from spillway.methods import LRU, Delta, KeepAll, Planned, Problem, Window
 from spillway.methods.base import AbstractPolicy
@@ -185,14 +185,16 @@ class _Trainer:
     def following(cls, shape: _Shape, allowed: Bytes, directory: Path) -> Self:
         """By the plan of an out-of-core window, which asks nothing of the device."""
         trainer = cls(shape, KeepAll(), UNLIMITED, directory)
-        step = record_step(
-            lambda: trainer._train(1), models=trainer._models[1], optimizers=trainer._optimizers[1],
-            batch=trainer._batch,
-        )  # fmt: skip
-        planner = Window()
+        step, planner = trainer._recorded(1), Window()
         plan = planner.plan(Problem(step=step, allowed=allowed, device=DEVICES["h200"]))
         trainer._policy, trainer._allowed = Planned.as_meant(plan, step, planner), allowed
         return trainer
+
+    def _recorded(self, which: int, *, warm_up: int = 1, timed_steps: int = 0) -> Step:
+        return record_step(
+            lambda: self._train(which), models=self._models[which], optimizers=self._optimizers[which],
+            batch=self._batch, warm_up=warm_up, timed_steps=timed_steps,
+        )  # fmt: skip
 
     def peak(self) -> Bytes:
         """Of a step that keeps everything."""
@@ -203,11 +205,7 @@ class _Trainer:
 
     def op_seconds(self) -> list[Seconds]:
         """Of every op of a plain step, the median of some."""
-        clocks = [_Clock() for _ in range(_WARM + _TIMED)]
-        for clock in clocks:
-            with clock:
-                self._train(0)
-        return list(map(statistics.median, zip(*(clock.seconds for clock in clocks[_WARM:]), strict=True)))
+        return [op.seconds or 0.0 for op in self._recorded(0, warm_up=_WARM, timed_steps=_TIMED - 1).ops]
 
     def steps(self) -> Iterator[_Step]:
         """Those that count."""
@@ -248,22 +246,6 @@ class _Trainer:
         self._models[which](self._batch).sum().backward()
         self._optimizers[which].step()
         self._optimizers[which].zero_grad()
-
-
-@final
-class _Clock(cast(Any, TorchDispatchMode)):  # type: ignore[misc]  # torch's class has no annotations
-    """Times every op that is more than a view."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seconds: list[Seconds] = []
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        began = time.perf_counter()
-        result = op(*args, **kwargs or {})
-        if not op.is_view:
-            self.seconds.append(time.perf_counter() - began)
-        return result
 
 
 def _model(layers: int) -> torch.nn.Module:

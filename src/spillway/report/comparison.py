@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Final
 from markupsafe import Markup
 
 from spillway.report import drawing
-from spillway.report.charts import round_bytes
-from spillway.report.drawing import INK, LINE, PAPER, SOFT, Family
+from spillway.report.charts import round_bytes, short_bytes
+from spillway.report.drawing import INK, PAPER, SOFT, End, Family
 from spillway.simulation.sweep import Comparison, Row, bound_sentence, missing_sentence, spread_sentence
 from spillway.units import format_bytes, format_seconds
 
@@ -43,10 +43,6 @@ FAR: Final = 0.3
 
 _TICKS: Final = (1, 1.2, 1.5, 2, 3, 5, 7)
 """Times a power of ten."""
-
-
-End = tuple[str, str, float, float]
-"""What stands beside a line, in which colour, and where the line ends."""
 
 
 def write_png(path: str | os.PathLike[str], comparison: Comparison) -> None:
@@ -97,7 +93,7 @@ def draw(comparison: Comparison) -> Figure:
             peaks, seconds, color=colour, marker=mark, linewidth=1.5, markersize=5.5, markeredgecolor=PAPER,
             markeredgewidth=0.6, zorder=3,
         )  # fmt: skip
-        ends.append((method, colour, *min(zip(peaks, seconds, strict=True))))
+        ends.append(End(method, colour, *min(zip(peaks, seconds, strict=True))))
     ends += _bounds(axes, comparison)
     _scales(axes, comparison)
     _label(axes, ends)
@@ -122,7 +118,7 @@ def _bounds(axes: Axes, comparison: Comparison) -> list[End]:
         return []
     budgets, seconds = zip(*points, (comparison.problem.plain_peak, plain), strict=True)
     axes.plot(budgets, seconds, color=INK, linewidth=1.8, linestyle=(0, (5, 2)), zorder=2)
-    return [("recompute only: lower bound", INK, float(budgets[0]), seconds[0])]
+    return [End("recompute only: lower bound", INK, float(budgets[0]), seconds[0])]
 
 
 def _scales(axes: Axes, comparison: Comparison) -> None:
@@ -144,17 +140,14 @@ def _scales(axes: Axes, comparison: Comparison) -> None:
         axes.set_ylim(plain * math.exp(-0.07 * reach), top * math.exp(0.05 * reach))
     marks = [nbytes for nbytes in round_bytes(right, 7) if nbytes >= left - margin]
     axes.xaxis.set_major_locator(FixedLocator(marks))
-    axes.xaxis.set_major_formatter(FixedFormatter([format_bytes(mark).replace(".00", "") for mark in marks]))
+    axes.xaxis.set_major_formatter(FixedFormatter([short_bytes(mark) for mark in marks]))
     times = _multiples(top / plain) if plain > 0 else [1.0]
     axes.yaxis.set_major_locator(FixedLocator([plain * one for one in times]))
     axes.yaxis.set_major_formatter(FixedFormatter([f"{format_seconds(plain * one)} = {one:g} x" for one in times]))
     axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.tick_right()
     axes.set_xlabel("peak, by account", color=SOFT)
-    axes.tick_params(colors=SOFT, labelsize=9, length=0)
-    axes.grid(color=LINE, linewidth=0.8, zorder=0)
-    for side in axes.spines.values():
-        side.set_visible(False)
+    drawing.frameless(axes)
 
 
 def _multiples(top: float) -> list[float]:
@@ -169,17 +162,10 @@ def _multiples(top: float) -> list[float]:
 def _label(axes: Axes, ends: Sequence[End]) -> None:
     """Write what each line is beside its end, as near to its height as the others let it: at the left where the line
     ends there, else within the picture."""
-    places = [axes.transAxes.inverted().transform(axes.transData.transform((x, y))) for _, _, x, y in ends]
+    places = [end.place_in(axes) for end in ends]
     for far in (False, True):
-        group = [(end, place) for end, place in zip(ends, places, strict=True) if bool(place[0] > FAR) is far]
-        heights = drawing.spread([float(place[1]) for _, place in group], LABELS)
-        for ((text, colour, x, y), place), height in zip(group, heights, strict=True):
-            axes.annotate(
-                text, xy=(x, y), xycoords="data", xytext=(place[0] - 0.03 if far else -0.02, height),
-                textcoords="axes fraction", color=colour, fontsize=9, ha="right", va="center", annotation_clip=False,
-                zorder=4, bbox={"facecolor": PAPER, "edgecolor": "none", "pad": 1, "alpha": 0.8} if far else None,
-                arrowprops={
-                    "arrowstyle": "-", "color": colour, "linewidth": 0.5, "alpha": 0.5, "shrinkA": 1, "shrinkB": 3,
-                    "relpos": (1, 0.5),
-                },
-            )  # fmt: skip
+        group = [(end, place) for end, place in zip(ends, places, strict=True) if (place[0] > FAR) is far]
+        heights = drawing.spread([place[1] for _, place in group], LABELS)
+        box = {"facecolor": PAPER, "edgecolor": "none", "pad": 1, "alpha": 0.8} if far else None
+        for (end, place), height in zip(group, heights, strict=True):
+            end.write(axes, (place[0] - 0.03 if far else -0.02, height), zorder=4, bbox=box)

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from importlib.util import find_spec
 from io import StringIO
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup, escape
@@ -22,6 +22,7 @@ from spillway.report.figures import format_share
 from spillway.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 INK: Final = "#1c2126"
@@ -128,6 +129,39 @@ def template(name: str) -> Template:
     )  # fmt: skip
     environment.filters |= {"nbytes": format_bytes, "duration": format_seconds, "share": format_share}
     return environment.get_template(name)
+
+
+class End(NamedTuple):
+    """What stands beside a line, in which colour, and where the line ends."""
+
+    text: str
+    colour: str
+    x: float
+    y: float
+
+    def place_in(self, axes: Axes) -> tuple[float, float]:
+        """Where that is, as shares of the axes."""
+        x, y = axes.transAxes.inverted().transform(axes.transData.transform((self.x, self.y)))
+        return float(x), float(y)
+
+    def write(self, axes: Axes, place: tuple[float, float], *, before: bool = False, **how: Any) -> None:
+        """The text, there in the axes, with a thin line to where its own ends: behind the text, or `before` it."""
+        axes.annotate(
+            self.text, xy=(self.x, self.y), xycoords="data", xytext=place, textcoords="axes fraction",
+            color=self.colour, fontsize=9, ha="left" if before else "right", va="center", annotation_clip=False,
+            arrowprops={
+                "arrowstyle": "-", "color": self.colour, "linewidth": 0.5, "alpha": 0.5, "shrinkA": 1, "shrinkB": 3,
+                "relpos": (0 if before else 1, 0.5),
+            }, **how,
+        )  # fmt: skip
+
+
+def frameless(axes: Axes) -> None:
+    """No frame, and a thin grid."""
+    axes.tick_params(colors=SOFT, labelsize=9, length=0)
+    axes.grid(color=LINE, linewidth=0.8, zorder=0)
+    for side in axes.spines.values():
+        side.set_visible(False)
 
 
 def spread(heights: Sequence[float], apart: float) -> list[float]:
