@@ -10,7 +10,7 @@ from typing import Any, Final
 from benchmarks import columns
 from benchmarks.models import build
 from benchmarks.record import Benchmark, Check, Result, Row, Tell, frozen
-from spillway.costs.device import device_named
+from spillway.calibration.named_device import device_of
 from spillway.errors import BudgetInfeasible
 from spillway.ir import Step
 from spillway.methods import Problem
@@ -46,7 +46,7 @@ def run(size: Size, tell: Tell) -> Result:
     """Record every workload and ask everybody."""
     rows = []
     for name, options in size.workloads:
-        problem = sweep_problem_of(record(partial(build, name, options), fake=size.fake), device_named(DEVICE))
+        problem = sweep_problem_of(record(partial(build, name, options), fake=size.fake), device_of(DEVICE))
         for share in size.shares:
             rows.append(row_of(problem, name, share))
             tell(f"{name} at {share:.0%}: {_told(rows[-1])}")
@@ -81,7 +81,7 @@ def row_of(problem: SweepProblem, name: str, share: float) -> Row:
 
 
 def _bound(step: Step, allowed: int) -> float:
-    return lower_bound(Problem(step=step, allowed=allowed, device=device_named(DEVICE)))
+    return lower_bound(Problem(step=step, allowed=allowed, device=device_of(DEVICE)))
 
 
 def _told(row: Row) -> str:

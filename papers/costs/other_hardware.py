@@ -18,7 +18,8 @@ from papers.papaya.simulated import steps_of
 from spillway.advisor.bench import AbstractBench
 from spillway.advisor.model import ring_seconds
 from spillway.advisor.simulated import SimulatedBench
-from spillway.costs import PUBLISHED, device_named
+from spillway.calibration.named_device import device_of
+from spillway.costs import PUBLISHED
 from spillway.units import Bytes
 
 METHODS: Final = ("plain", "checkpoint")
@@ -44,7 +45,7 @@ def run(size: Size, tell: Tell) -> Result:
     rows: list[Row] = []
     for name, options in size.options.items():
         steps = steps_of(name, options)
-        benches = {called: SimulatedBench(name, steps, device_named(called)) for called, _ in size.hardware}
+        benches = {called: SimulatedBench(name, steps, device_of(called)) for called, _ in size.hardware}
         for method in METHODS:
             batches: dict[Bytes, int] = {}  # the same on all devices of the same memory
             for called, count in size.hardware:

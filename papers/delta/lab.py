@@ -14,7 +14,8 @@ from benchmarks.record import Row, Tell, frozen
 from papers import TABLES, table
 from papers.delta.models import BUILDS
 from papers.delta.soft_budget import Ran, run_softly
-from spillway.costs import Device, Scaling, device_named, fit_scaling, timed
+from spillway.calibration.named_device import device_of
+from spillway.costs import Device, Scaling, fit_scaling, timed
 from spillway.ir import Step
 from spillway.methods import AbstractPolicy, Delta
 from spillway.units import Bytes, GiB, MiB, Seconds
@@ -90,7 +91,7 @@ def _rows(folder: Path, name: str) -> list[dict[str, str]]:
 # ---------------------------------------------------------------------- the steps
 
 
-LINKS: Final = (device_named("a100"), device_named("a100-physical"))
+LINKS: Final = (device_of("a100"), device_of("a100-physical"))
 """The paper's 22.4 GB/s, and 11.2 GB/s: 35 % of what the link does in both directions together, and in one."""
 
 TOLERANCE: Final = 0.10

@@ -17,7 +17,7 @@ from benchmarks.record import Benchmark, Check, Column, Result, Row, Skipped, Te
 from papers import SHARED, table
 from papers.dtr.program import Program, program_of
 from papers.dtr.runtime import Outcome, run_dtr
-from spillway.costs import device_named
+from spillway.calibration.named_device import device_of
 from spillway.ir import Step
 from spillway.ir.dtr_log import read_dtr_log, step_of_log
 from spillway.methods import METHODS
@@ -153,7 +153,7 @@ def _under_the_controller(step: Step, runs: Sequence[Ran], ratios: Sequence[floa
         if heuristic in POLICIES:
             allowed = int(step.plain_peak() * ratio)
             ours = simulate(
-                step, allowed=allowed, method=METHODS[heuristic].on_paper(), device=device_named(DEVICE), steps=1
+                step, allowed=allowed, method=METHODS[heuristic].on_paper(), device=device_of(DEVICE), steps=1
             )
             found |= {
                 f"status_{ratio}": ours.status, f"overhead_{ratio}": ours.overhead, f"moves_{ratio}": ours.moves,

@@ -17,7 +17,7 @@ import numpy as np
 from benchmarks import columns
 from benchmarks.record import Benchmark, Check, Result, Row, Tell, frozen
 from papers.dynn_offload.steps import SIZES, step_of
-from spillway.costs import device_named
+from spillway.calibration.named_device import device_of
 from spillway.pilots.execution_blocks import Touches, block_times, largest_op, max_fill, search_blocks
 
 GREEDY, SEARCHED, KEEPING = "max-fill", "dynamic programming", "max-fill, kept by farthest next use"
@@ -37,7 +37,7 @@ class Size:
 
 def run(size: Size, tell: Tell) -> Result:
     """A row a network, budget, load and way to cut."""
-    device, rows = device_named("rtx6000"), list[Row]()
+    device, rows = device_of("rtx6000"), list[Row]()
     for network in size.networks:
         options: dict[str, Any] = {"width": 32, "batch": 4} if size.smaller else {}
         touches = Touches.of_step(step_of(network, device, **options))
@@ -63,7 +63,7 @@ def _most(touches: Touches) -> int:
 
 
 def _rows(network: str, touches: Touches, allowed: int, share: float, load: float) -> Iterator[Row]:
-    device, half, plain = device_named("rtx6000"), allowed // 2, float(touches.seconds.sum())
+    device, half, plain = device_of("rtx6000"), allowed // 2, float(touches.seconds.sum())
     began = time.process_time()
     cuts: Mapping[str, Sequence[int]] = {GREEDY: max_fill(touches, half)}
     greedy = time.process_time()

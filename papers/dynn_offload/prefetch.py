@@ -15,7 +15,8 @@ import numpy as np
 from benchmarks import columns
 from benchmarks.record import Benchmark, Check, Result, Row, Tell, frozen
 from papers.dynn_offload.samples import samples_of
-from spillway.costs import Device, device_named
+from spillway.calibration.named_device import device_of
+from spillway.costs import Device
 from spillway.pilots.decisions import DecisionPilot
 from spillway.pilots.paths import Sample
 from spillway.pilots.pilot import AbstractPilot
@@ -70,7 +71,7 @@ def recordings(
 def linked(program: Program, samples: Sequence[Sample], ratio: float) -> tuple[Device, Device]:
     """The paper's device without launches, and the same with a link at which a forward computes `ratio` times as long
     as its groups take to come in once."""
-    device = replace(device_named("rtx6000"), op_seconds=0.0, copy_seconds=0.0)
+    device = replace(device_of("rtx6000"), op_seconds=0.0, copy_seconds=0.0)
     seconds = modelled_seconds(program.architecture, device)
     computing = float(np.mean([seconds[one.signatures].sum() for one in samples]))
     used = np.mean([sum(program.nbytes[group] for group in {*program.visits(one.path).groups}) for one in samples])

@@ -14,7 +14,8 @@ from typing import Any, Final
 from benchmarks import columns
 from benchmarks.record import Benchmark, Check, Result, Row, Tell, frozen
 from papers.dynn_offload.steps import SIZES, step_of
-from spillway.costs import Device, device_named
+from spillway.calibration.named_device import device_of
+from spillway.costs import Device
 from spillway.errors import BudgetInfeasible
 from spillway.ir import Step
 from spillway.methods import method_named
@@ -39,7 +40,7 @@ class Size:
 
 def run(size: Size, tell: Tell) -> Result:
     """A row a network, budget and method."""
-    device, rows = device_named("rtx6000"), list[Row]()
+    device, rows = device_of("rtx6000"), list[Row]()
     for network in size.networks:
         options: dict[str, Any] = {"width": 32, "batch": 4} if size.smaller else {}
         step = step_of(network, device, **options)

@@ -15,7 +15,7 @@ from benchmarks.drawing import Line, Panel, drawn
 from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell, frozen
 from papers.mimose.tasks_lab import HERITAGE, Epoch, Lab, Paper
 from papers.networks import differing
-from spillway.costs import device_named
+from spillway.calibration.named_device import device_of
 from spillway.errors import PlanRejected
 from spillway.ir import verify
 from spillway.methods import DTR as DTRPolicy
@@ -24,7 +24,7 @@ from spillway.methods.mimose import Options
 from spillway.methods.mimose.choices import HALF_GB
 from spillway.units import Bytes
 
-DEVICE: Final = device_named("v100-pcie")
+DEVICE: Final = device_of("v100-pcie")
 GB: Final = 10**9
 
 ITERATIONS: Final = 10

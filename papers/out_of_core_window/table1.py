@@ -17,7 +17,8 @@ from benchmarks.record import Benchmark, Check, Result, Row, Tell, frozen
 from papers import TABLES, table
 from papers.out_of_core_window.least import bytes_in, least_bytes_in
 from papers.out_of_core_window.nnabla import BucketAllocator, OneRegion, Script, WholeChunks
-from spillway.costs import Device, device_named, timed
+from spillway.calibration.named_device import device_of
+from spillway.costs import Device, timed
 from spillway.errors import BudgetInfeasible
 from spillway.ir import Host, Kind, Op, Phase, Plan, Step, StorageInfo, Value
 from spillway.methods import LMS, AbstractPlanner, ImprovedWindow, Problem, Window
@@ -176,7 +177,7 @@ class Lab:
             self._tell(f"recording a batch of {batch}")
             self._recorded[batch] = record("resnet50", fake=True, batch=batch).step
         # Without launches, which do not grow with the batch.
-        step = timed(self._recorded[batch], replace(device_named(DEVICES[device]), op_seconds=0.0))
+        step = timed(self._recorded[batch], replace(device_of(DEVICES[device]), op_seconds=0.0))
         slope, rest = self._line(device)
         times = [op.seconds or 0.0 for op in step.ops]
         factor, each = slope * batch / sum(times), rest / sum(seconds > 0 for seconds in times)
@@ -193,7 +194,7 @@ class Lab:
 
     def fitted(self, name: str, planner: AbstractPlanner, method: str) -> Device:
         """The device with the link at which that row's batch of 512 is as fast as published."""
-        device, step = _linked(device_named(DEVICES[name]), GB), self.step(FITTED, name)
+        device, step = _linked(device_of(DEVICES[name]), GB), self.step(FITTED, name)
         script = Script(step, planner.plan(Problem(step=step, allowed=USABLE, device=device)))
         wanted = self._told[PUBLISHED[method]][FITTED]
         slow, fast = float(GB), 1e3 * GB
@@ -280,7 +281,7 @@ def _large_model(lab: Lab, batch: int, device: Device) -> Cell:
 def _served(step: Step) -> LMS:
     """With the largest share of memory for its search whose plan TensorFlow's allocator can serve, all copies out done
     as they begin. Raises BudgetInfeasible if the search finds nothing before that."""
-    problem, share = Problem(step=step, allowed=USABLE, device=device_named(DEVICES["P100"])), SHARE
+    problem, share = Problem(step=step, allowed=USABLE, device=device_of(DEVICES["P100"])), SHARE
     while True:
         planner = LMS(smallest=0, share=share)
         if Script(step, planner.plan(problem), at_once=True).fits(OneRegion(USABLE), ITERATIONS):
@@ -310,7 +311,7 @@ def _others(size: Size, v100: Device) -> Iterator[Row]:
     }  # fmt: skip
     for batch, allowed in size.others:
         recorded = record(size.other, fake=True, batch=batch).step
-        for device in (v100, device_named("v100-pcie")):
+        for device in (v100, device_of("v100-pcie")):
             step = timed(recorded, device)
             for method, planner in planners.items():
                 ran = simulate(step, allowed=allowed, method=planner, device=device, steps=ITERATIONS)
@@ -380,14 +381,14 @@ def _times(lab: Lab, size: Size, tell: Tell) -> Iterator[Row]:
     largest = max(size.batches)
     steps = {f"ResNet-50, batch {largest}": (lab.step(largest, "V100"), USABLE)}
     if size.other:
-        step = timed(record(size.other, fake=True, batch=8).step, device_named("v100-nvlink"))
+        step = timed(record(size.other, fake=True, batch=8).step, device_of("v100-nvlink"))
         steps[f"{size.other}, batch 8"] = (step, 2 * GB)
     for ops in size.lengths:
         chain = _chain(ops)
         steps[f"chain of {ops} ops"] = (chain, chain.plain_peak() // 3)
     for what, (step, allowed) in steps.items():
         problem, chain = (
-            Problem(step=step, allowed=allowed, device=device_named("v100-nvlink")),
+            Problem(step=step, allowed=allowed, device=device_of("v100-nvlink")),
             what.startswith("chain"),
         )
         for planner in (Window(),) if chain else (Window(), Window.as_published(), ImprovedWindow()):

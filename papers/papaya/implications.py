@@ -22,7 +22,7 @@ from spillway.advisor.gains import gains as gains_of
 from spillway.advisor.measurements import Experiment, read_measurements
 from spillway.advisor.verdict import Row as Advice
 from spillway.advisor.verdict import advise
-from spillway.costs import device_named
+from spillway.calibration.named_device import device_of
 from spillway.ir import Kind
 from spillway.units import Bytes
 
@@ -65,11 +65,11 @@ def run(size: Size, tell: Tell) -> Result:
     for one in dict.fromkeys(shapes):
         tell(f"{one[0]} layers, hidden {one[1]}")
         points[one] = _answers(one, size)
-    depth = _sweep("depth", "layers", {one: points[one, hidden] for one in size.layers})
-    width = _sweep("width", "hidden size", {one: points[layers, one] for one in size.hidden})
+    depth = _sweep("depth", {one: points[one, hidden] for one in size.layers})
+    width = _sweep("width", {one: points[layers, one] for one in size.hidden})
     steps = steps_of(MODEL, {"layers": layers, "hidden": hidden, "length": size.length})
     gradients = sum(storage.nbytes for storage in steps.at(2).storages if storage.kind is Kind.PARAMETER)
-    sheet = device_named("v100-pcie").out_per_second
+    sheet = device_of("v100-pcie").out_per_second
     devices, fitted = (over_devices(points[size.base], COUNTS, gradients, link) for link in (sheet, RING))
     published = read_measurements(size.data) if size.data.is_file() else []
     times = _fixed_times(points[size.base], size)
@@ -93,9 +93,9 @@ def _answers(shape: tuple[int, int], size: Size) -> Sequence[Advice]:
     return advise(there, size.limit)
 
 
-def _sweep(over: Any, unit: str, points: Mapping[int, Sequence[Advice]]) -> Sweep:
+def _sweep(over: Any, points: Mapping[int, Sequence[Advice]]) -> Sweep:
     return Sweep(
-        over=over, unit=unit,
+        over=over,
         points=tuple(SweepPoint(value=float(value), rows=points[value]) for value in sorted(points)),
     )  # fmt: skip
 

@@ -22,7 +22,7 @@ from benchmarks.record import Benchmark, Check, Result, Row, Skipped, Tell, froz
 from papers import SHARED, table
 from spillway.advisor import gains
 from spillway.advisor.fits import Points
-from spillway.advisor.gains import UNITS, Over, SweepPoint
+from spillway.advisor.gains import Over, SweepPoint
 from spillway.advisor.measurements import MB, Experiment, Samples, read_measurements
 from spillway.advisor.model import pays_by_score
 from spillway.advisor.verdict import LINEAR, advise, fit, plain_name
@@ -215,7 +215,7 @@ def start(sweep: Sweep, experiments: Sequence[Experiment]) -> int | None:
     sized = {size: there for there in experiments if (size := sweep.size(there)) is not None}
     points = tuple(SweepPoint(value=size, rows=advise(sized[size], MEMORY)) for size in sorted(sized))
     over: Over = "width" if sweep.hidden else "depth"
-    swept = gains.Sweep(over=over, unit=UNITS[over], points=points, name=sweep.name)
+    swept = gains.Sweep(over=over, points=points, name=sweep.name)
     found = gains.crossing(gains.gains(swept, None, SweepPoint.measured))
     return None if found is None else int(found.first)
 

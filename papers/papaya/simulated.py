@@ -30,7 +30,8 @@ from spillway.advisor.simulated import SimulatedBench, Steps
 from spillway.advisor.verdict import LINEAR, advise
 from spillway.advisor.verdict import Row as Advice
 from spillway.advisor.ways import way_of
-from spillway.costs import Device, device_named, timed
+from spillway.calibration.named_device import device_of
+from spillway.costs import Device, timed
 from spillway.ir import Phase
 from spillway.methods import DTR
 from spillway.simulation.simulated_engine import simulate
@@ -40,8 +41,8 @@ from spillway.workloads.recorded import record
 LINK: Final = 5.9e9
 """Bytes per second either way: what ResNet-50's published swap comes to, 23.0 ms an image for 68 MB out and in."""
 V100: Final = replace(
-    device_named("v100"), name="v100 16 GB", out_per_second=LINK, in_per_second=LINK,
-    source=f"{device_named('v100').source}. Here {LINK / 1e9} GB/s",
+    device_of("v100"), name="v100 16 GB", out_per_second=LINK, in_per_second=LINK,
+    source=f"{device_of('v100').source}. Here {LINK / 1e9} GB/s",
 )  # fmt: skip
 
 PUBLISHED: Final[Mapping[str, str]] = {

@@ -20,7 +20,8 @@ from papers.papaya.published import NAMED
 from papers.papaya.simulated import AsTimed, steps_of
 from spillway.advisor.bench import AbstractBench, Trial
 from spillway.advisor.simulated import SimulatedBench
-from spillway.costs import PUBLISHED, OpKind, device_named
+from spillway.calibration.named_device import device_of
+from spillway.costs import PUBLISHED, OpKind
 from spillway.costs.fitting import LeftOut
 from spillway.ir import Step
 from spillway.units import MiB
@@ -125,7 +126,7 @@ def test_published_peaks_are_read_as_their_scripts_wrote_them(tmp_path: Path) ->
 
 def test_the_update_takes_no_time_where_the_published_clock_stops_before_it() -> None:
     def seconds(name: str, options: dict[str, object], bench: type[AsTimed | SimulatedBench]) -> float:
-        return bench(name, steps_of(name, options), device_named("v100")).measure("plain", 2).seconds or 0.0
+        return bench(name, steps_of(name, options), device_of("v100")).measure("plain", 2).seconds or 0.0
 
     small: dict[str, object] = {"layers": 1, "hidden": 64, "length": 16}
     shares = [

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
+from spillway.calibration.named_device import device_of
 from spillway.cli import compare as verb
 from spillway.cli import main
-from spillway.costs.device import device_named
 from spillway.costs.roofline import timed
 from spillway.errors import UsageError
 from spillway.ir import Recorded, write_step
@@ -70,7 +70,7 @@ def test_json_is_a_list_of_rows_as_a_direct_simulation_has_them(spillway: Comman
             layers(12),
             allowed=row["budget_bytes"],
             method=METHODS[row["method"]].on_paper(),
-            device=device_named("a100"),
+            device=device_of("a100"),
         )
         assert (row["status"], row["seconds"], row["peak_bytes"]) == ("ok", alone.seconds, alone.peak_bytes)
         assert (row["overhead"], row["bytes_out"], row["bytes_in"]) == (
@@ -194,7 +194,7 @@ def test_the_step_is_timed_for_the_device_where_somebody_counted(spillway: Comma
         "plain.jsonl", "--budgets", "1.0", "--methods", "keep-all", "--device", "v100-pcie", "--json"
     )
     (row,) = json.loads(out)
-    expected = sum(op.seconds or 0.0 for op in timed(step, device_named("v100-pcie")).ops)
+    expected = sum(op.seconds or 0.0 for op in timed(step, device_of("v100-pcie")).ops)
     assert (code, row["seconds"]) == (0, pytest.approx(expected))
 
 

@@ -15,7 +15,8 @@ from torch.nn import functional as F
 
 from spillway.advisor.simulated import SimulatedBench, Steps
 from spillway.advisor.ways import WAYS
-from spillway.costs import device_named, step_seconds, timed
+from spillway.calibration.named_device import device_of
+from spillway.costs import step_seconds, timed
 from spillway.costs.packed_bytes import packed_bytes, quantized_bytes
 from spillway.engines.blocks.block_engine import BlockEngine
 from spillway.errors import UsageError
@@ -32,7 +33,7 @@ from spillway.workloads import get
 from spillway.workloads.recorded import record
 from tests.pure.block_steps import block_names
 
-V100 = device_named("v100-pcie")
+V100 = device_of("v100-pcie")
 
 
 class Block(nn.Module):

@@ -58,7 +58,7 @@ def experiment(layers: float = 24, hidden: float = 1024, *, source: str = "", **
 
 def sweep(*pairs: tuple[float, dict[str, Cost]]) -> Sweep:
     return Sweep(
-        over="depth", unit="layers",
+        over="depth",
         points=tuple(SweepPoint(value=value, rows=advise(experiment(value, **costs), LIMIT)) for value, costs in pairs),
     )  # fmt: skip
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 import spillway
 from spillway.advisor.offload_rule import offload_rules
-from spillway.costs import Device, device_named
+from spillway.calibration.named_device import device_of
+from spillway.costs import Device
 from spillway.errors import BudgetInfeasible
 from spillway.ir import Host, Kind, Phase, Plan, Recompute, Step, verify
 from spillway.ir.account import account
@@ -29,7 +30,7 @@ from spillway.simulation.simulated_engine import simulate
 from tests.pure.block_steps import BACKWARD, FORWARD, UNIT, Named, blocks_step
 from tests.pure.linear_graphs import linear_step
 
-DEVICE = replace(device_named("a100"), copy_seconds=0.0)
+DEVICE = replace(device_of("a100"), copy_seconds=0.0)
 
 
 def linked(seconds: float) -> Device:

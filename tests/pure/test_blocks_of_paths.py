@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spillway.costs import device_named, timed
+from spillway.calibration.named_device import device_of
+from spillway.costs import timed
 from spillway.errors import BudgetInfeasible
 from spillway.ir import Step, verify
 from spillway.methods import Problem
@@ -18,7 +19,7 @@ from spillway.pilots.execution_blocks import Touches, block_times, keeping_block
 from spillway.simulation.simulated_engine import simulate
 from tests.pure.linear_graphs import linear_step
 
-DEVICE = device_named("rtx6000")
+DEVICE = device_of("rtx6000")
 
 
 def touches_of(*ops: tuple[int, ...], nbytes: int = 1 << 20, seconds: float = 1e-4, writes: bool = False) -> Touches:

@@ -10,7 +10,7 @@ from math import inf
 
 import pytest
 
-from spillway.costs.device import device_named
+from spillway.calibration.named_device import device_of
 from spillway.errors import BudgetInfeasible, NoPlanFound
 from spillway.ir import Kind, Op, Phase, Recompute, Step, StorageInfo, Value, verify
 from spillway.ir.account import account
@@ -24,7 +24,7 @@ from spillway.methods.checkmate.draft import Draft
 from spillway.simulation.simulated_engine import simulate
 from tests.pure.linear_graphs import linear_step
 
-DEVICE = device_named("a100")
+DEVICE = device_of("a100")
 
 
 def random_step(seed: int, ops_count: int = 7) -> Step:

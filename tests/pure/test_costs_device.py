@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from spillway.calibration.named_device import device_of
-from spillway.costs import DEVICES, device_named, read_device, write_device
+from spillway.costs import DEVICES, read_device, write_device
 from spillway.errors import FileFormatError, UsageError
 from spillway.units import GiB
 
@@ -74,7 +74,7 @@ def test_a_device_without_a_rate_is_refused(rate: float) -> None:
 
 @pytest.mark.parametrize("name", ["a100", "A100"])
 def test_a_device_is_found_by_its_name_in_any_case(name: str) -> None:
-    assert device_named(name) is device_of(name) is A100
+    assert device_of(name) is A100
 
 
 def test_a_device_is_itself() -> None:
@@ -84,8 +84,6 @@ def test_a_device_is_itself() -> None:
 def test_an_unknown_name_is_refused_with_the_names_that_there_are() -> None:
     with pytest.raises(UsageError, match=re.escape(f"choose one of here, {', '.join(DEVICES)}, or a device's .json")):
         device_of("b300")
-    with pytest.raises(UsageError, match="There is no device 'here'"):
-        device_named("here")
 
 
 def test_a_preset_is_found_without_torch_and_this_machine_is_not() -> None:

@@ -9,7 +9,7 @@ from random import Random
 
 import pytest
 
-from spillway.costs import device_named
+from spillway.calibration.named_device import device_of
 from spillway.errors import PlanRejected
 from spillway.ir import Gap, Host, Plan, Recompute, Rule, Step, verify
 from spillway.ir.account import account
@@ -28,7 +28,7 @@ SEEDS = 400
 def case(seed: int) -> tuple[Step, Plan]:
     """A random step and a plan for it: recomputation, swapping, offload, or the first together with the last."""
     step = training_step(seed, layers=4 + seed % 5)
-    problem = Problem(step=step, allowed=PLENTY, device=device_named("a100"))
+    problem = Problem(step=step, allowed=PLENTY, device=device_of("a100"))
     recomputed = SqrtN.greedy().plan(problem).gaps
     offloaded = ZeroOffload().plan(problem).gaps
     swapped = Swap(smallest=0).plan(problem).gaps

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from spillway.costs import device_named
+from spillway.calibration.named_device import device_of
 from spillway.errors import PlanRejected
 from spillway.ir import Gap, Kind, Plan, Recompute, Step, verify
 from spillway.ir.account import account
@@ -17,7 +17,7 @@ from spillway.simulation.simulated_engine import simulate
 from tests.pure.block_steps import FORWARD, UNIT, Named, backward, block, block_names, blocks_step
 from tests.pure.recorded import layers
 
-DEVICE = device_named("a100")
+DEVICE = device_of("a100")
 
 
 def plan_of(step: Step, *calls: BlockCall) -> Plan:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spillway.costs import device_named
+from spillway.calibration.named_device import device_of
 from spillway.errors import BudgetInfeasible
 from spillway.ir import Plan, Step, verify
 from spillway.ir.account import account
@@ -27,7 +27,7 @@ from tests.pure.block_steps import UNIT, blocks_step
 from tests.pure.moments import simulate as peak_of
 from tests.pure.recorded import layers
 
-DEVICE = device_named("a100")
+DEVICE = device_of("a100")
 NO_RESERVE = Options.as_published(reserve=0)
 PLANNERS: dict[str, AbstractPlanner] = {
     "mimose": MimosePlanner(),

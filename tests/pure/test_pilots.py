@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from spillway.calibration.named_device import device_of
 from spillway.cli import main
-from spillway.costs import device_named
 from spillway.errors import FileFormatError, UsageError
 from spillway.pilots.decisions import BATCHES, EPOCHS, ROWS, DecisionPilot
 from spillway.pilots.mlp import Mlp
@@ -25,7 +25,7 @@ from spillway.pilots.simple_pilots import Frequency, LastOfSize, Nearest, Progra
 from spillway.pilots.ten_vectors import BLOCKS, TEN, PublishedPilot, touches_of
 from tests.pure.gated_network import BYTES, GatedNetwork
 
-DEVICE = replace(device_named("rtx6000"), copy_seconds=0.0)
+DEVICE = replace(device_of("rtx6000"), copy_seconds=0.0)
 COPY = 2 * BYTES / DEVICE.in_per_second
 """Seconds that the parameters of a layer take to come in."""
 

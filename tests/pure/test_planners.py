@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from spillway.costs import Device, device_named
+from spillway.calibration.named_device import device_of
+from spillway.costs import Device
 from spillway.errors import BudgetInfeasible, NoPlanFound, UsageError
 from spillway.ir import Gap, Host, Kind, Phase, Plan, Recompute, Step, verify
 from spillway.ir.account import account, comes_back
@@ -29,7 +30,7 @@ from spillway.simulation.simulated_engine import simulate
 from tests.pure.linear_graphs import linear_step
 from tests.pure.training_steps import training_step
 
-DEVICE = device_named("a100")
+DEVICE = device_of("a100")
 UNIT = 1 << 20
 PLANNERS: dict[str, AbstractPlanner] = {
     "sqrt-n": SqrtN(),

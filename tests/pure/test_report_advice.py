@@ -317,9 +317,9 @@ def test_several_devices_are_a_table_and_rows_for_programs(spillway: Command) ->
     [
         (
             ("--devices", "0"),
-            "--devices takes numbers of 1 to 1,000,000 with commas between them, as 1,2,4,8; not '0'.",
+            "--devices takes whole numbers from 1 to 1,000,000 with commas between them, as 1,2,4,8; got '0'.",
         ),
-        (("--devices", "2,,4"), "--devices takes numbers"),
+        (("--devices", "2,,4"), "--devices takes whole numbers"),
         (("--devices", "2", "--gradients", "1GB"), "Devices exchange gradients in every step: say how long that takes"),
         (("--devices", "2", "--link", "1GB/s"), "Devices exchange gradients in every step"),
         (("--devices", "2", "--gradients", "1GB", "--link", "0GB/s"), "Gradients never arrive at 0 B/s"),

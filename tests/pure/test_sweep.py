@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from spillway.calibration.named_device import device_of
 from spillway.costs import Efficiency
-from spillway.costs.device import HERE, device_named
+from spillway.costs.device import HERE
 from spillway.costs.roofline import PUBLISHED, timed
 from spillway.errors import UnknownMethodError, UsageError
 from spillway.ir import Recorded
@@ -154,7 +155,7 @@ def test_methods_are_read_from_one_text() -> None:
 
 
 def test_measured_seconds_stay_where_nobody_counted_and_on_this_machine_alone() -> None:
-    a100 = device_named("a100")
+    a100 = device_of("a100")
     measured = row(Line(nbytes=8, flops=10, traffic=100, seconds=5.0), Line(nbytes=8, flops=10, traffic=100))
     recorded = Recorded(step=measured, workload="row", facts={})
     assert sweep_problem_of(recorded, a100).step == timed(measured, a100)

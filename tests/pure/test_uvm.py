@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from spillway.costs import device_named
+from spillway.calibration.named_device import device_of
 from spillway.errors import BudgetInfeasible, UsageError
 from spillway.methods import UVM, Move, Proposal
 from spillway.simulation.simulated_engine import simulate
@@ -41,7 +41,7 @@ def test_a_step_of_more_than_twice_the_budget_is_refused_with_the_half_of_it() -
 
 
 def test_a_fault_is_paid_for_with_every_block_that_comes_in() -> None:
-    device = device_named("v100-pcie")
+    device = device_of("v100-pcie")
     paged = UVM(page=1 << 20, fault_seconds=1e-4).link(device)
     slower = paged.in_seconds(8 << 20) - device.in_seconds(8 << 20)
     assert slower == pytest.approx(8e-4 + paged.copy_seconds - device.copy_seconds)
@@ -52,7 +52,7 @@ def test_paging_takes_longer_than_copies_without_faults() -> None:
     step = training_step(5)
     allowed = step.plain_peak() * 7 // 10
     runs = [
-        simulate(step, allowed=allowed, method=UVM(fault_seconds=seconds), device=device_named("v100-pcie"))
+        simulate(step, allowed=allowed, method=UVM(fault_seconds=seconds), device=device_of("v100-pcie"))
         for seconds in (0.0, 1e-3)
     ]
     assert [run.status for run in runs] == ["ok", "ok"]
@@ -63,7 +63,7 @@ def test_paging_takes_longer_than_copies_without_faults() -> None:
 
 def test_below_half_of_what_lives_paging_ends_as_out_of_memory() -> None:
     step = training_step(5)
-    run = simulate(step, allowed=step.plain_peak() * 45 // 100, method=UVM(), device=device_named("v100-pcie"))
+    run = simulate(step, allowed=step.plain_peak() * 45 // 100, method=UVM(), device=device_of("v100-pcie"))
     assert run.status == "oom"
 
 

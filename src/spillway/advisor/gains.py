@@ -65,12 +65,15 @@ class Sweep:
     """The same experiment at several values of one thing, and of nothing else."""
 
     over: Over
-    unit: str
-    """What values count: "layers", "hidden size" or "devices"."""
     points: Sequence[SweepPoint]
     """By value, ascending."""
     name: str = ""
     """What all points have in common, for people."""
+
+    @property
+    def unit(self) -> str:
+        """What values count."""
+        return UNITS[self.over]
 
     @property
     def methods(self) -> list[str]:
@@ -172,7 +175,7 @@ def sweeps_of(answers: Sequence[Sequence[Row]]) -> list[Sweep]:
         held = f"{fixed} layers" if over == "width" else f"hidden {fixed}"
         about = ", ".join(filter(None, (network, held if fixed else "", precision)))
         sweep = Sweep(
-            over=over, unit=UNITS[over], name=f"{about} on {hardware}{f' ({source})' if source else ''}",
+            over=over, name=f"{about} on {hardware}{f' ({source})' if source else ''}",
             points=tuple(SweepPoint(value=value, rows=points[value]) for value in sorted(points)),
         )  # fmt: skip
         both = (SweepPoint.predicted, SweepPoint.measured)
@@ -199,7 +202,7 @@ def over_devices(
         shown = judged if count == 1 else [replace(row, measured=None) for row in judged]
         points.append(SweepPoint(value=count, rows=tuple(shown)))
     name = rows[0].experiment.about if rows else ""
-    return Sweep(over="devices", unit=UNITS["devices"], points=tuple(points), name=name)
+    return Sweep(over="devices", points=tuple(points), name=name)
 
 
 def _fastest(row: Row) -> float | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from math import isfinite
@@ -16,7 +15,7 @@ from spillway.advisor.gains import Sweep, crossover_sentence, over_devices
 from spillway.advisor.model import ring_seconds
 from spillway.advisor.verdict import Row, cells, ratios, sentence
 from spillway.budgets import parse_bytes, parse_bytes_per_second, parse_seconds
-from spillway.cli.common import say, to_print
+from spillway.cli.common import numbers, say, to_print
 from spillway.errors import UsageError
 from spillway.units import Bytes, Seconds, format_bytes, format_seconds
 
@@ -95,11 +94,7 @@ def exchange_of(
         if stray := [name for name, text in given.items() if text is not None]:
             raise UsageError(f"{stray[0]} is about several devices: say how many with --devices 1,2,4,8.")
         return None
-    words = [word.strip() for word in devices.split(",")]
-    if any(re.fullmatch(r"[0-9]{1,7}", word) is None or not 1 <= int(word) <= MOST for word in words):
-        raise UsageError(
-            f"--devices takes numbers of 1 to {MOST:,} with commas between them, as 1,2,4,8; not {devices!r}."
-        )
+    counts = numbers(devices, "--devices", "1,2,4,8", most=MOST)
     if link is None or (gradients is None and known is None):
         missing = "--link 25GB/s" if link is None else "--gradients 1.3GB"
         raise UsageError(f"Devices exchange gradients in every step: say how long that takes, with {missing}.")
@@ -107,9 +102,8 @@ def exchange_of(
     if not speed:
         raise UsageError("Gradients never arrive at 0 B/s: give --link more, as 25GB/s.")
     return Exchange(
-        counts=tuple(sorted({int(word) for word in words})),
-        nbytes=parse_bytes(gradients) if gradients is not None else known or 0, bytes_per_second=speed,
-        latency=0.0 if latency is None else parse_seconds(latency),
+        counts=tuple(counts), bytes_per_second=speed, latency=0.0 if latency is None else parse_seconds(latency),
+        nbytes=parse_bytes(gradients) if gradients is not None else known or 0,
     )  # fmt: skip
 
 

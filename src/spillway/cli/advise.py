@@ -47,6 +47,7 @@ from spillway.cli.common import (
     Seed,
     check_writable,
     naming,
+    numbers,
     print_json,
     record_workload,
     say,
@@ -237,10 +238,13 @@ def advise_(
     names = DEFAULT if methods is None else [name.strip() for name in methods.split(",") if name.strip()]
     wanted = replace(
         wanted, methods=[way.name for way in chosen(names, lossless=lossless)], verify=verify,
-        batches=_each(batches, "--batches"), network=workload if length is None else f"{workload} length={length}",
+        batches=numbers(batches, "--batches", "2,4,8"),
+        network=workload if length is None else f"{workload} length={length}",
     )  # fmt: skip
     console, every = to_terminal(), list[Found]()
-    for depth, wide in product(_each(layers, "--layers") or (None,), _each(width, "--width") or (None,)):
+    for depth, wide in product(
+        numbers(layers, "--layers", "2,4,8") or (None,), numbers(width, "--width", "64,128") or (None,)
+    ):
         shape = {"length": length, "layers": depth, "width": wide}
         options = {name: value for name, value in shape.items() if value is not None}
         tried = (
@@ -252,14 +256,6 @@ def advise_(
         if not every[-1].whole:
             break
     _tell(every, wanted, write, console)
-
-
-def _each(text: str | None, option: str) -> list[int]:
-    """Of `2,4,8`; none of None. Raises UsageError for anything but whole numbers above 0."""
-    parts = [] if text is None else [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and int(part) for part in parts):
-        raise UsageError(f"{option} takes whole numbers above 0 with commas between them, as 2,4,8; got {text!r}.")
-    return sorted({int(part) for part in parts})
 
 
 def _check_not_given(why: str, options: Mapping[str, object]) -> None:

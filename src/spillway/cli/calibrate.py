@@ -8,7 +8,7 @@ from typing import Annotated, Final
 
 import typer
 
-from spillway.cli.common import Json, SpillDirectory, check_writable, naming, print_json, say, to_terminal
+from spillway.cli.common import Json, SpillDirectory, check_writable, naming, numbers, print_json, say, to_terminal
 from spillway.costs.device_files import fields_of, write_device
 from spillway.errors import SpillwayError
 from spillway.units import format_seconds
@@ -32,14 +32,7 @@ def calibrate(
     verbs takes what is written, and shows intervals by it.
     """
     check_writable(output)
-    try:
-        wanted = [int(size) for size in (sizes or "").split(",") if size.strip()]
-    except ValueError:
-        wanted = [0]
-    if sizes is not None and (not wanted or min(wanted) < SMALLEST):
-        raise SpillwayError(
-            f"--sizes takes whole numbers from {SMALLEST} on with commas between, as 16,24; got {sizes!r}."
-        )
+    wanted = numbers(sizes, "--sizes", "16,24", least=SMALLEST)
     try:
         from spillway.advisor.calibrating import calibrate_here
     except ImportError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
@@ -13,7 +14,7 @@ from typing import Annotated, Any, Final, Literal
 import typer
 from rich.console import Console
 
-from spillway.errors import SpillwayError
+from spillway.errors import SpillwayError, UsageError
 from spillway.ir import Recorded, RunFile, StepReport, read_run
 from spillway.methods import METHODS
 from spillway.report.html import render
@@ -128,6 +129,17 @@ def write_page(path: Path, run_file: Path, facts: Mapping[str, Any], run: RunFil
     if run.damaged_tail:
         say(to_terminal(), f"The last line of {run_file} is incomplete, as a killed run leaves it, and was left out.")
     return run.steps
+
+
+def numbers(text: str | None, option: str, example: str, *, least: int = 1, most: int | None = None) -> list[int]:
+    """Of `2,4,8`, each once, ascending; none of None. Raises UsageError for anything but whole numbers in between."""
+    parts = [] if text is None else [part.strip() for part in text.split(",")]
+    if not all(re.fullmatch("[0-9]{1,18}", part) and least <= int(part) <= (most or int(part)) for part in parts):
+        upto = "on" if most is None else f"to {most:,}"
+        raise UsageError(
+            f"{option} takes whole numbers from {least} {upto} with commas between them, as {example}; got {text!r}."
+        )
+    return sorted({int(part) for part in parts})
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from spillway.costs.device import DEVICES, HERE, Device, device_named
+from spillway.costs.device import DEVICES, HERE, Device
 from spillway.costs.device_files import read_device, write_device
 from spillway.costs.efficiency import Efficiency, OpKind, Share, Shares
 from spillway.costs.roofline import PUBLISHED, kind_of, step_seconds, timed
@@ -19,7 +19,6 @@ __all__ = [
     "Scaling",
     "Share",
     "Shares",
-    "device_named",
     "fit_scaling",
     "kind_of",
     "read_device",

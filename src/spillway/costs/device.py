@@ -188,10 +188,3 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
     }
 )  # fmt: skip
 """The devices that papers used, and one of today. Where a number is disputed, the source says so, or there are two."""
-
-
-def device_named(name: str) -> Device:
-    """One of `DEVICES`, in upper or lower case. Raises UsageError for any other name."""
-    if name.lower() in DEVICES:
-        return DEVICES[name.lower()]
-    raise UsageError(f"There is no device {name!r}; choose one of {', '.join(DEVICES)}.")
