@@ -57,7 +57,6 @@ NEED_TORCH = (
     "advisor.measuring",
     "integrations",
     "workloads",
-    "doctor.cuda_facts",
     "doctor.on_spill",  # measures through a tier
     "doctor.on_torch",
     "subprocess_runs.child",

@@ -16,7 +16,7 @@ from typing import Any, Final, final
 import pytest
 import torch
 
-from spillway.doctor.cuda_facts import addressing
+from spillway.doctor.on_torch import addressing
 from spillway.engines.tensors.devices import device_of
 from spillway.errors import DeviceFullError, ModelError, NativeError
 from spillway.native import library
@@ -318,7 +318,7 @@ def test_a_session_does_not_begin_where_torch_keeps_no_account(monkeypatch: pyte
 def test_what_is_given_back_or_was_never_there_is_nobodys(driver: Path) -> None:
     code = """
         from tests.cpu.test_device_arena import *
-        from spillway.doctor.cuda_facts import addressing
+        from spillway.doctor.on_torch import addressing
         fake, arena = Fake(sys.argv[1]), DeviceArena(chunk=2 * CHUNK, driver=sys.argv[1])
         first, second = arena.take(512), arena.take(512)
         arena.give(first)

@@ -150,6 +150,42 @@ def test_a_device_is_described_with_its_link_and_its_allocator(monkeypatch: pyte
     assert plain.sentence.endswith("No setting of the allocator is in the environment.")
 
 
+@pytest.mark.parametrize(
+    ("asked", "found"),
+    [
+        ("", False),
+        ("expandable_segments:True", True),
+        ("max_split_size_mb:64, expandable_segments: true", True),
+        ("expandable_segments:False,max_split_size_mb:64", False),
+    ],
+)
+def test_expandable_segments_are_found_in_the_environment(
+    monkeypatch: pytest.MonkeyPatch, asked: str, found: bool
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert on_torch.expandable_segments({"PYTORCH_CUDA_ALLOC_CONF": asked}) == found
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_every_fact_that_matters_has_a_note(monkeypatch: pytest.MonkeyPatch, on: bool) -> None:
+    monkeypatch.setattr(on_torch, "CAN_SWAP", on)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", on)
+    facts = {"allocator": "native", "expandable_segments": on, "chunk": 2 << 20, "host_behind": on}
+    notes = " ".join(on_torch.notes(facts))
+    assert ("point at pinned host memory" in notes) == on
+    assert ("expandable_segments is on" in notes) == on
+    assert ("not recomputed" in notes) == on
+    assert ("chunks of 2.00 MiB; host memory can stand" in notes) == on
+
+
+def test_an_allocator_that_is_not_torchs_own_is_named() -> None:
+    facts = {"allocator": "cudaMallocAsync", "expandable_segments": True, "chunk": 0, "host_behind": None}
+    notes = " ".join(on_torch.notes(facts))
+    assert "The allocator is cudaMallocAsync" in notes
+    assert "odd pieces" not in notes
+    assert "is not to be had here" in notes
+
+
 def test_a_process_without_a_limit_on_locked_memory_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     on_a_device(monkeypatch)
     monkeypatch.setattr(on_torch, "_locked_limit", lambda: None)

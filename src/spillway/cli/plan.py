@@ -14,8 +14,7 @@ from spillway.ir.account import comes_back
 from spillway.ir.lives import lives_of
 from spillway.ir.plan_files import write_plan
 from spillway.ir.recipes import replayed
-from spillway.simulation.plan_and_simulate import planner_named
-from spillway.simulation.problem import problem_of
+from spillway.simulation.plan_and_simulate import planner_named, problem_of
 from spillway.simulation.simulated_engine import rehearsing
 from spillway.units import format_bytes, format_seconds
 

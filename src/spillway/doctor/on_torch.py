@@ -1,23 +1,24 @@
-"""What this torch offers, and the devices that it sees."""
+"""What this torch offers, and the devices that it sees: what Spillway makes of them, for people (`spillway doctor`)."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import resource
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 import torch
 
 from spillway.calibration.measured import fastest, link_rates
 from spillway.doctor import Finding, Problem
-from spillway.doctor.cuda_facts import NATIVE, cuda_facts
 from spillway.doctor.on_spill import rate
 from spillway.engines.tensors.devices import pinned_bytes
-from spillway.errors import NativeError
+from spillway.errors import DeviceFullError, NativeError
 from spillway.internals.private import CAN_SWAP
 from spillway.native.arena import Arena
+from spillway.native.device_arena import DRIVER, DeviceArena
 from spillway.native.library import HOOK, library_path, load_hook
 from spillway.processes import cores
 from spillway.tiers.disk import WORKERS
@@ -31,6 +32,8 @@ _SETTINGS: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _KERNELS: Final = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "DNNL_PRIMITIVE_CACHE_CAPACITY")
 """The first one that is set counts."""
 _KERNELS_KEPT: Final = 1024
+NATIVE: Final = "native"
+"""The caching allocator of torch's own."""
 
 
 def version() -> Finding:
@@ -137,22 +140,22 @@ def _device(number: int, environment: Mapping[str, str], settings: Mapping[str, 
     topic, device = f"CUDA {number}", torch.device("cuda", number)
     facts: dict[str, Any] = {"available": False, "device": number, "settings": settings}
     try:
-        offered = cuda_facts(device, environment)
+        name, (free, total) = torch.cuda.get_device_name(device), torch.cuda.mem_get_info(device)
+        facts |= {
+            "name": name, "memory": int(total), "free": int(free), "allocator": torch.cuda.get_allocator_backend(),
+            "expandable_segments": expandable_segments(environment), **addressing(number),
+        }  # fmt: skip
     except RuntimeError as error:  # of CUDA; that the device has no memory is one too
         what = f"torch finds device {number} and cannot ask it: {_first_sentence(error)}"
         fix = "See what `nvidia-smi` says of it; models can be trained on the CPU."
         problem = Problem(what=what, fix=fix)
         return Finding(topic=topic, sentence="It cannot be used.", facts=facts, problems=[problem])
     pinned, locked, problems = pinned_bytes(device, None), _locked_limit(), []
-    facts |= {
-        "available": True, "name": offered.name, "memory": offered.total, "free": offered.free,
-        "allocator": offered.allocator, "expandable_segments": offered.expandable_segments, "host_budget": pinned,
-        "locked_memory_limit": locked, "chunk": offered.chunk, "host_behind": offered.host_behind,
-    }  # fmt: skip
-    told = f"{offered.name}, {format_bytes(offered.free)} of {format_bytes(offered.total)} free"
-    if offered.allocator != NATIVE:
+    facts |= {"available": True, "host_budget": pinned, "locked_memory_limit": locked}
+    told = f"{name}, {format_bytes(facts['free'])} of {format_bytes(facts['memory'])} free"
+    if facts["allocator"] != NATIVE:
         what = (
-            f"The allocator is {offered.allocator}: Spillway reads its counters as those of torch's own, was not "
+            f"The allocator is {facts['allocator']}: Spillway reads its counters as those of torch's own, was not "
             f"written for it, and was never run with it."
         )
         fix = "Leave `backend:` out of PYTORCH_ALLOC_CONF and PYTORCH_CUDA_ALLOC_CONF."
@@ -177,8 +180,69 @@ def _device(number: int, environment: Mapping[str, str], settings: Mapping[str, 
     )
     given = ", ".join(f"{name}={value}" for name, value in settings.items())
     set_up = f"The allocator is set up by {given}." if given else "No setting of the allocator is in the environment."
-    notes = " ".join((waits, *offered.notes(), set_up))
-    return Finding(topic=topic, sentence=f"{told}. {notes}", facts=facts, problems=problems)
+    return Finding(
+        topic=topic, sentence=f"{told}. {' '.join((waits, *notes(facts), set_up))}", facts=facts, problems=problems
+    )
+
+
+def notes(facts: Mapping[str, Any]) -> Iterator[str]:
+    """What follows of a device's facts for a session, a sentence each."""
+    yield (
+        "Moved storages point at pinned host memory: code that does not ask reads them there, slowly and right."
+        if CAN_SWAP
+        else "This torch cannot exchange bytes under a storage (2.13 can): absent storages have no bytes, and at the "
+        "end of every step all are brought back, which has to fit in the budget."
+    )
+    if facts["allocator"] != NATIVE:
+        yield f"The allocator is {facts['allocator']}, not torch's own, and expandable_segments is not its setting."
+    elif facts["expandable_segments"]:
+        yield "expandable_segments is on: odd pieces of memory hardly count."
+    else:
+        yield (
+            "expandable_segments is off: blocks may be up to 1 MiB larger than their storages, which is set aside in "
+            "the budget; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True avoids most of it."
+        )
+    behind = {
+        True: "host memory can stand behind their addresses",
+        False: "host memory cannot stand behind their addresses",
+        None: "whether host memory can stand behind their addresses could not be tried",
+    }[facts["host_behind"]]
+    yield (
+        f"Virtual addressing maps chunks of {format_bytes(facts['chunk'])}; {behind}."
+        if facts["chunk"]
+        else "Virtual addressing (spillway.native.device_arena) is not to be had here."
+    )
+    if torch.backends.cudnn.benchmark:
+        yield "cudnn.benchmark is on: convolutions are moved and not recomputed."
+
+
+def addressing(device: int, driver: str = DRIVER) -> dict[str, Any]:
+    """`chunk` and `host_behind`, found by paging one chunk out."""
+    try:
+        arena = DeviceArena.of(device, driver=driver)
+    except NativeError:
+        return {"chunk": 0, "host_behind": None}
+    behind = None
+    with contextlib.suppress(DeviceFullError, NativeError):
+        block = arena.take(arena.chunk)
+        try:
+            behind = arena.page_out(block)
+        finally:
+            arena.give(block)
+            if not arena.counts().requested:
+                arena.trim()
+    return {"chunk": arena.chunk, "host_behind": behind}
+
+
+def expandable_segments(environment: Mapping[str, str] = os.environ) -> bool:
+    """As the allocator has it, or else as the environment asks for it."""
+    if torch.cuda.is_available():
+        with contextlib.suppress(Exception):  # a private function, whose answer has changed its shape before
+            snapshot: Any = torch.cuda.memory._snapshot()
+            return bool(snapshot["allocator_settings"]["expandable_segments"])
+    asked = environment.get("PYTORCH_ALLOC_CONF") or environment.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+    settings = dict(part.strip().partition(":")[::2] for part in asked.split(",") if part.strip())
+    return settings.get("expandable_segments", "").strip().lower() == "true"
 
 
 def _first_sentence(error: RuntimeError) -> str:

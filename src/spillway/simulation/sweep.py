@@ -19,7 +19,7 @@ from spillway.methods import METHODS, Problem
 from spillway.methods.base import AbstractPlanner, AbstractPolicy
 from spillway.methods.checkmate import lower_bound
 from spillway.processes import Unanswered, answers, cores
-from spillway.simulation.problem import counted
+from spillway.simulation.plan_and_simulate import counted
 from spillway.simulation.simulated_engine import Status, simulate
 from spillway.units import Bytes, Seconds, format_bytes, format_seconds
 
