@@ -141,9 +141,13 @@ def memory(rows: Sequence[Row], kinds: Kinds, name: str) -> Picture | None:
         return None
     parts = list(dict.fromkeys(part for by_kind in bars.values() for part, nbytes in by_kind.items() if nbytes > 0))
     limit = rows[0].limit
+    said = [
+        f"{method} at batch {size} {format_bytes(sum(by_kind.values()))}" for (method, size), by_kind in bars.items()
+    ]
+    how = "Bytes at the peak by what they are" if kinds else "Peaks by the fitted line, what is fixed and the rest"
     return Picture(
         title="Memory by kind", svg=_svg(lambda: _draw_memory(bars, parts, limit), f"{name}memory", "Bars of memory."),
-        told=_memory_told(bars, measured=bool(kinds)),
+        told=f"{how}: {'; '.join(said)}. A dashed line is what steps may take.",
         key=tuple((PARTS.get(part, UNNAMED).variable, part) for part in parts),
     )  # fmt: skip
 
@@ -190,14 +194,6 @@ def _draw_memory(bars: Kinds, parts: Sequence[str], limit: float) -> Figure:
     return figure
 
 
-def _memory_told(bars: Kinds, *, measured: bool) -> str:
-    said = [
-        f"{method} at batch {size} {format_bytes(sum(by_kind.values()))}" for (method, size), by_kind in bars.items()
-    ]
-    how = "Bytes at the peak by what they are" if measured else "Peaks by the fitted line, what is fixed and the rest"
-    return f"{how}: {'; '.join(said)}. A dashed line is what steps may take."
-
-
 # ---------------------------------------------------------------------- against the batch
 
 
@@ -206,7 +202,13 @@ def throughput(rows: Sequence[Row], styles: Mapping[str, Style], name: str) -> P
     drawn = [row for row in rows if _samples(row).seconds]
     if not drawn:
         return None
-    said = [f"{row.method} {_best_told(row)}" for row in drawn]
+    said = []
+    for row in drawn:
+        bests = ((row.predicted, "predicted"), (row.measured, row.experiment.seen))
+        told = [
+            f"{best.throughput:.4g} samples/s {how} at batch {best.size}" for best, how in bests if best is not None
+        ]
+        said.append(f"{row.method} {' and '.join(told)}")
     return Picture(
         title="Throughput against batch",
         svg=_svg(lambda: _draw_throughput(drawn, styles), f"{name}throughput", "Throughput against batch."),
@@ -457,14 +459,6 @@ def _right(rows: Sequence[Row]) -> float:
 
 def _r(r: float | None) -> str:
     return "no R" if r is None else f"R {r:.4f}"
-
-
-def _best_told(row: Row) -> str:
-    parts = [
-        f"{best.throughput:.4g} samples/s {how} at batch {best.size}"
-        for best, how in ((row.predicted, "predicted"), (row.measured, row.experiment.seen)) if best is not None
-    ]  # fmt: skip
-    return " and ".join(parts) or "is not known"
 
 
 def _both(predicted: float | None, measured: float | None, seen: str) -> str:

@@ -12,7 +12,7 @@ import importlib.metadata
 import json
 import os
 import platform
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from hashlib import sha256
@@ -226,27 +226,22 @@ class RememberedBench(AbstractBench):
         return trial
 
     def _read(self, key: Mapping[str, Any]) -> bool:
-        """Whether the file is about this key."""
-        lines = self._lines()
-        if next(lines, None) != {"key": json.loads(json.dumps(key))}:
-            return False
-        for line in lines:
-            with contextlib.suppress(ValueError):
-                match line:
-                    case {"facts": facts}:
-                        self._facts = asdict(read_fields(_Facts, facts, "workload"))
-                    case {"trial": trial}:
-                        one = Trial.from_json(trial)
-                        self._trials[one.method, one.size] = one
-        return True
-
-    def _lines(self) -> Iterator[Any]:
+        """Whether the file is about this key, which its first line has."""
+        ours = False
         with contextlib.suppress(OSError, FileFormatError):
             for _, line in lines_of(self._path):
-                try:
-                    yield document(line)
-                except ValueError:
-                    yield None
+                with contextlib.suppress(ValueError):
+                    match document(line):
+                        case {"facts": facts} if ours:
+                            self._facts = asdict(read_fields(_Facts, facts, "workload"))
+                        case {"trial": trial} if ours:
+                            one = Trial.from_json(trial)
+                            self._trials[one.method, one.size] = one
+                        case {"key": told}:
+                            ours = told == json.loads(json.dumps(key))
+                if not ours:
+                    break
+        return ours
 
     def _append(self, record: Mapping[str, Any], mode: str = "a") -> None:
         with contextlib.suppress(OSError, FileFormatError):

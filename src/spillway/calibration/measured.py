@@ -59,8 +59,10 @@ def this_machine(*, refresh: bool = False, directory: Path | None = None) -> Dev
     directory = directory or Path(tempfile.gettempdir())
     key = _key(directory)
     path = _cache(key)
-    if not refresh and (known := _remembered(path, key)) is not None:
-        return known
+    with contextlib.suppress(OSError, FileFormatError):
+        known, facts = read_device(path)
+        if not refresh and facts.get("key") == dict(key):
+            return known
     device = measure(directory)
     with contextlib.suppress(OSError):  # a machine without a home measures every time
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -99,15 +101,6 @@ def _processor() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.machine()
-
-
-def _remembered(path: Path, key: Mapping[str, Any]) -> Device | None:
-    """What was measured before; None if there is nothing that can be read and is about this machine."""
-    try:
-        device, facts = read_device(path)
-    except (OSError, FileFormatError):
-        return None
-    return device if facts.get("key") == dict(key) else None
 
 
 def _cpu(directory: Path) -> Device:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import functools
 import sys
 import warnings
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Unpack, final
 
 import torch
@@ -150,7 +149,8 @@ class SpillwayCallback(Callback):
         while self._looking:
             self._looking.pop().remove()
         holds = {id(one) for one in module.parameters()}
-        self._open(pl_module, module, whole=all(id(one) in holds for one in self._updated()))
+        updated = [one for each in self._optimizers for group in each.param_groups for one in group["params"]]
+        self._open(pl_module, module, whole=all(id(one) in holds for one in updated))
         assert self.memory is not None
         self.memory.begin(self._batch)
         self._in_step, self._stepped = True, False
@@ -169,11 +169,6 @@ class SpillwayCallback(Callback):
             method = LRU()
         managed = module if whole else pl_module
         self.memory = self._manage(managed, self._optimizers, method=method, blocks=blocks)
-
-    def _updated(self) -> Iterator[torch.nn.Parameter]:
-        for optimizer in self._optimizers:
-            for group in optimizer.param_groups:
-                yield from group["params"]
 
     # ------------------------------------------------------------------ heard of optimizers
 

@@ -92,13 +92,13 @@ class Sheet:
 class Lanes:
     """The lanes of copies, by when each is free again."""
 
-    __slots__ = ("_bytes_moved", "_device", "_free", "_seconds_moving", "_tier", "log")
+    __slots__ = ("_device", "_free", "_seconds_moving", "_tier", "bytes_moved", "log")
 
     def __init__(self, device: Device, tier: Tier) -> None:
         self._device = device
         self._tier = tier
         self._free: dict[Lane, Seconds] = {Lane.COPY_OUT: 0.0, Lane.COPY_IN: 0.0}
-        self._bytes_moved: Bytes = 0
+        self.bytes_moved: Bytes = 0
         self._seconds_moving: Seconds = 0.0
         self.log = TransferLog()
 
@@ -129,19 +129,15 @@ class Lanes:
 
     def took(self, nbytes: Bytes, seconds: Seconds) -> None:
         """A copy of so many bytes took so long."""
-        self._bytes_moved += nbytes
+        self.bytes_moved += nbytes
         self._seconds_moving += seconds
 
     def expected(self, nbytes: Bytes) -> Seconds:
         """To copy out and in again, as `DiskTier` expects it: by the bytes and seconds of all copies so far, so that
         small ones make every byte dearer. Before there were any, what the two take."""
-        if not self._bytes_moved:
+        if not self.bytes_moved:
             return self.seconds(Lane.COPY_OUT, nbytes) + self.seconds(Lane.COPY_IN, nbytes)
-        return 2 * nbytes * self._seconds_moving / self._bytes_moved
-
-    @property
-    def measured(self) -> bool:
-        return self._bytes_moved > 0
+        return 2 * nbytes * self._seconds_moving / self.bytes_moved
 
 
 @final
@@ -303,7 +299,7 @@ class PaperMachine:
 
     def measure_link(self) -> None:
         """Before the first step, which nobody times."""
-        if not self.lanes.measured:
+        if not self.lanes.bytes_moved:
             for lane in (Lane.COPY_OUT, Lane.COPY_IN):
                 self.lanes.took(PROBES * PROBE, PROBES * self.lanes.seconds(lane, PROBE))
 
