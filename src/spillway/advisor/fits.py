@@ -3,22 +3,19 @@
 Neither memory nor time falls with the batch, and neither is below zero without one: both coefficients are held at 0 or
 above, and the line says which was held. Without that a few noisy points give a fixed time below zero, and a throughput
 without bound. Beside the line stands one that is flat at first, for batches that leave the device idle (section 5.5).
-
-Intervals are Student's t, in closed form, because SciPy is only an extra here: the sums are Abramowitz and Stegun's
-26.7.3 and 26.7.4, exact for whole degrees of freedom.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
-from math import atan, cos, inf, pi, sin, sqrt
-from statistics import NormalDist
+from math import inf, sqrt
 from typing import Final, TypeAlias, final
 
 import numpy
 from numpy.typing import NDArray
+
+from spillway.costs.fitting import quantile
 
 LEVEL: Final = 0.95
 """Of confidence intervals."""
@@ -26,9 +23,6 @@ FEWEST: Final = 2
 """Batch sizes that make a line."""
 _ROUNDING: Final = 1e-12
 """Share of what is fitted below which it does not vary: what is left is of how processors add up."""
-_MANY: Final = 1000
-"""Degrees of freedom from which on the normal distribution is taken: they are 3e-4 apart at most."""
-_HALVINGS: Final = 200
 
 Points: TypeAlias = Mapping[int, float]
 """What was measured, by batch size."""
@@ -175,40 +169,3 @@ def _covariance(
 def _squares(sizes: _Floats, values: _Floats, line: Line) -> float:
     predicted = line.slope * numpy.maximum(sizes, line.knee) + line.intercept
     return float(((values - predicted) ** 2).sum())
-
-
-def below(value: float, freedom: int) -> float:
-    """The probability of less than `value`. Raises ValueError below one degree of freedom."""
-    if freedom < 1:
-        raise ValueError(f"Student's t has 1 degree of freedom or more, not {freedom}.")
-    if freedom >= _MANY:
-        return NormalDist().cdf(value)
-    angle = atan(value / sqrt(freedom))
-    if freedom == 1:
-        return (1 + 2 * angle / pi) / 2
-    odd = freedom % 2
-    term = total = cos(angle) if odd else 1.0
-    for number in range(3, freedom, 2):
-        term *= cos(angle) ** 2 * ((number - 1) / number if odd else (number - 2) / (number - 1))
-        total += term
-    return (1 + (2 / pi * (angle + sin(angle) * total) if odd else sin(angle) * total)) / 2
-
-
-@lru_cache(maxsize=1024)
-def quantile(probability: float, freedom: int) -> float:
-    """The value below which that share lies. Raises ValueError for shares that are not between 0 and 1."""
-    if not 0 < probability < 1:
-        raise ValueError(f"A quantile is of a share between 0 and 1, not of {probability}.")
-    if probability < 0.5:
-        return -quantile(1 - probability, freedom)
-    low, high = 0.0, 1.0
-    while below(high, freedom) < probability:
-        low, high = high, 2 * high
-        if high == inf:
-            return inf
-    for _ in range(_HALVINGS):
-        middle = (low + high) / 2
-        if middle in (low, high):
-            break
-        low, high = (middle, high) if below(middle, freedom) < probability else (low, middle)
-    return high

@@ -18,9 +18,10 @@ from math import inf, isfinite, sqrt
 from typing import Any, Final, Literal, TypeAlias, cast, final
 
 from spillway.advisor.bench import Trial
-from spillway.advisor.fits import FEWEST, LEVEL, Line, below, fit_knee, fit_line
+from spillway.advisor.fits import FEWEST, LEVEL, Line, fit_knee, fit_line
 from spillway.advisor.measurements import MB, Experiment, Samples, Seen
 from spillway.advisor.model import Cost, pays, pays_by_score, pays_with_fragments, point, score, whole
+from spillway.costs.fitting import below
 from spillway.units import Bytes, Seconds, format_bytes, format_seconds
 
 PLAIN_NAMES: Final = ("exact", "plain", "keep-all")
