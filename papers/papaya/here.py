@@ -222,7 +222,7 @@ def _seconds(trial: Trial) -> Seconds:
 
 
 def _tried(network: Network, campaign: Campaign, advice: Advice, at_peak: Trial | None, others: LeftOut) -> Tried:
-    trials, fastest = campaign.trials[advice.method], campaign.samples(advice.method).fastest
+    trials, fastest = campaign.trials[advice.method], campaign.samples(advice.method).fastest_below(inf)
     return Tried(
         network=network, advice=advice, at_peak=at_peak,
         there=None if advice.predicted is None else trials[advice.predicted.size],

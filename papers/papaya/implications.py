@@ -107,7 +107,9 @@ def _ratios(sweep: Published, experiments: Sequence[Experiment]) -> dict[tuple[s
         value = sweep.size(there)
         if value is None:
             continue
-        speeds = {name: fastest[1] for name, one in there.methods.items() if (fastest := one.fastest) is not None}
+        speeds = {
+            name: fastest[1] for name, one in there.methods.items() if (fastest := one.fastest_below(inf)) is not None
+        }
         for method, called in CALLED.items():
             if called in speeds:
                 found[method, value] = speeds[called] / speeds["exact"] if "exact" in speeds else None

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import combinations
+from math import inf
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Final, final
@@ -224,7 +225,7 @@ def _rows(name: str, answers: Sequence[Advice], theirs: Experiment | None) -> It
     known = {} if theirs is None else {
         method: fastest
         for method, called in PUBLISHED.items()
-        if called in theirs.methods and (fastest := theirs.methods[called].fastest) is not None
+        if called in theirs.methods and (fastest := theirs.methods[called].fastest_below(inf)) is not None
     }  # fmt: skip
     explained = _explained(answers, theirs)
     order = sorted(best, key=lambda method: -best[method].throughput)
