@@ -242,8 +242,8 @@ def _checks(result: Result) -> Iterator[Check]:
         for key, least, what in (("upfront", upfront, "as it begins"), ("ahead_1", ahead, "one ahead")):
             if found := [row[key] for row in chosen if row[key] is not None]:
                 yield Check(
-                    what=f"{GATED}, {state}: decisions wrong {what}, the worst seed", measured=1 - min(found),
-                    at_most=1 - least,
+                    what=f"{GATED}, {state}: decisions wrong {what}, the mean of seeds",
+                    measured=1 - float(np.mean(found)), at_most=1 - least,
                 )  # fmt: skip
         if state == TRAINS and chosen:
             over = min(row["upfront"] - row["bits_frequency"] for row in chosen)
@@ -251,6 +251,10 @@ def _checks(result: Result) -> Iterator[Check]:
     for network, least in (("tree-lstm", 0.99),):
         if found := [row["upfront"] for row in rows if row["what"] == "decisions" and row["network"] == network]:
             yield Check(what=f"{network}: decisions wrong", measured=1 - min(found), at_most=1 - least)
+    routed = [row for row in rows if row["what"] == "decisions" and row["network"] == "moe"]
+    if routed:
+        under = max(row["bits_frequency"] - row["upfront"] for row in routed)
+        yield Check(what="moe: points under frequency", measured=under, at_most=0.01)
     for row in rows:
         limits = {"inference, decisions": 15e-6, "inference, published": 30e-6, "mapping": 15e-6, "label": 10e-3}
         for what, limit in limits.items():

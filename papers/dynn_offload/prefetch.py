@@ -164,7 +164,8 @@ NOTES: Final = (
     "Exact: forwards that were in every decision as who acted had expected when they began.",
 )
 NETWORKS: Final[Mapping[str, tuple[int, ...]]] = {
-    "var-bert": (0, 1), "tree-lstm": (0,), "tree-cnn": (0,), "var-lstm": (0, 1), "moe": (0,), "unrolled-gan": (0, 1),
+    "var-bert": (0, 1, 2), "tree-lstm": (0, 1, 2), "tree-cnn": (0, 1, 2), "var-lstm": (0, 1, 2), "moe": (0, 1, 2),
+    "unrolled-gan": (0, 1, 2), "evoformer": (0,),
 }  # fmt: skip
 BENCHMARK: Final = Benchmark(
     name="dynn_prefetch",

@@ -13,7 +13,9 @@ from spillway.workloads.recorded import record_samples
 FOLDER: Final = Path(os.environ.get("SPILLWAY_SAMPLES", Path(__file__).parent / "samples"))
 """Where they are kept; git does not see them."""
 FROZEN_AFTER: Final = 600
-"""Steps for which a network trains before it stays as it is."""
+"""Steps for which a network trains before it stays as it is, at"""
+FROZEN_RATE: Final = 1e-3
+"""which takes so few of them."""
 
 
 def samples_of(network: str, *, seed: int, steps: int, frozen: bool = False, tell: Tell) -> RecordedSamples:
@@ -24,7 +26,7 @@ def samples_of(network: str, *, seed: int, steps: int, frozen: bool = False, tel
         if len(found.samples) >= steps:
             return found
     tell(f"recording {steps} steps of {network}, seed {seed}")
-    options: dict[str, Any] = {"trained": FROZEN_AFTER} if frozen else {}
+    options: dict[str, Any] = {"trained": FROZEN_AFTER, "rate": FROZEN_RATE} if frozen else {}
     recorded = record_samples(network, steps=steps, frozen=frozen, seed=seed, **options)
     path.parent.mkdir(exist_ok=True)
     write_samples(path, recorded)

@@ -392,7 +392,8 @@ PLANTED: Final[Mapping[str, list[Plant]]] = MappingProxyType(
         "dynn_table1": [plant("samples .*", samples=1), plant("Tree-LSTM.*", distances=[0.0, 0.0, 0.0, 0.0, 1.0])],
         "dynn_accuracy": [
             plant(".*decisions wrong.*", upfront=0.0), plant(".*decisions wrong one ahead.*", ahead_1=0.0),
-            plant(".*points over frequency.*", bits_frequency=1.0), plant(".*seconds", cost_seconds=WORSE),
+            plant(".*points over frequency.*", bits_frequency=1.0), plant("moe: points under.*", bits_frequency=1.0),
+            plant(".*seconds", cost_seconds=WORSE),
         ],
         "dynn_prefetch": [
             plant("referee slower.*", time_referee=WORSE), plant(".*gain that is missed.*", gain=-1.0),

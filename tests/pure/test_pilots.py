@@ -14,6 +14,7 @@ from spillway.calibration.named_device import device_of
 from spillway.cli import main
 from spillway.errors import FileFormatError, UsageError
 from spillway.pilots.decisions import BATCHES, EPOCHS, ROWS, DecisionPilot
+from spillway.pilots.lines import Follower
 from spillway.pilots.mlp import Mlp
 from spillway.pilots.paths import Sample
 from spillway.pilots.pilot_files import SavedPilot, read_pilot, renumbered, write_pilot
@@ -212,6 +213,22 @@ def test_a_pilot_that_has_learned_nothing_is_undecided_and_grows_with_what_is_se
         pilot.learn(sample)
     assert pilot.mlp is not None
     assert pilot.mlp.widths[-1] == program.decisions == 5
+
+
+def test_what_hangs_on_nothing_that_is_known_is_foreseen_as_well_as_by_how_often_it_runs() -> None:
+    """Another learner takes chance for knowledge, and lines have many inputs to do that with."""
+    random, follower, decisions, steps = np.random.default_rng(0), Follower(), 32, 400
+    follower.widen(16, 0, decisions)
+    usual = random.uniform(0.6, 0.95, decisions)
+    right, frequent = [], []
+    for _ in range(steps):
+        follower.expect(random.normal(size=16).astype(np.float32))
+        said = follower.conclude(random.normal(1, 3, decisions).astype(np.float32))
+        bits = (random.uniform(size=decisions) < usual).astype(np.float32)
+        right.append((said > 0) == (bits > 0))
+        frequent.append(bits > 0)
+        follower.learn(bits)
+    assert np.mean(right[steps // 2 :]) > np.mean(frequent[steps // 2 :]) - 0.01
 
 
 def test_calibration_makes_an_over_confident_pilot_less_so() -> None:

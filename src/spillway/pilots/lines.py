@@ -41,6 +41,10 @@ FADING: Final = np.float32(0.98)
 """What is left of an advantage after a step."""
 EAGER: Final = np.float32(0.3)
 """What a nat of advantage adds to the logit of a weight."""
+DOUBTED: Final = np.float32(1)
+"""What is taken from the logit of the weight of how often a part runs, which knows nothing of the sample."""
+RARELY: Final = np.float32(5e-3)
+"""No part is held to run less often, or more often than all but so many times."""
 WIDEST: Final = 64
 """Of what is given that many numbers are inputs; more are projected on so many at random."""
 AHEAD: Final = 6
@@ -156,13 +160,16 @@ class Follower:
     The first lines have what is given of a sample, and how often each part ran lately. What they expect is an input of
     the other learner. The second lines have in addition what both expect of all decisions, as later ones hang on
     earlier ones. Lines ahead have the state with which the host was asked last. All are mixed with the other learner,
-    and believed more where they did better in the last steps.
+    and believed more where they did better in the last steps; so is how often each part runs, which is the best that
+    can be known of one that next to always does.
     """
 
     def __init__(self) -> None:
         self.first, self.second, self.ahead = Lines(len(SPANS)), Lines(len(SPANS)), LinesAhead()
         self.advantage = np.zeros(0, np.float32)
         """[decisions] Nats by which the second lines were better than the other learner, decayed."""
+        self.often_advantage = np.zeros(0, np.float32)
+        """[decisions] Nats by which how often each ran was better than both together."""
         self.lately = np.zeros((0, len(SPANS)), np.float32)
         """[decisions, spans] How many more times than usual each part ran, decayed."""
         self.usual = np.zeros(0, np.float32)
@@ -173,6 +180,7 @@ class Follower:
         self._projections: dict[int, Floats] = {}
         self._moments: list[tuple[Places, Floats, Floats, Floats]] = []
         self._inputs = self._first = self._both = self._other = self._said = np.zeros(0, np.float32)
+        self._mixed = self._often = self._inputs
 
     def widen(self, given: int, hidden: int, decisions: int) -> None:
         """Be ready for so many numbers of a sample, so many of a state, and so many decisions."""
@@ -182,6 +190,7 @@ class Follower:
         self.second.widen(inputs + 2 * decisions, decisions)
         self.ahead.widen(min(hidden, WIDEST) + len(SPANS) + 2, decisions)
         self.advantage = np.append(self.advantage, np.zeros(more, np.float32))
+        self.often_advantage = np.append(self.often_advantage, np.zeros(more, np.float32))
         self.ahead_advantage = np.append(self.ahead_advantage, np.zeros((AHEAD, more), np.float32), axis=1)
         self.usual = np.append(self.usual, np.zeros(more, np.float32))
         self.lately = np.concatenate([self.lately, np.zeros((more, len(SPANS)), np.float32)])
@@ -215,7 +224,10 @@ class Follower:
         self._other = other
         self._moments.clear()
         self._said = self.second.logits(self._both)
-        found: Floats = other + sigmoid(EAGER * self.advantage) * (self._said - other)
+        self._mixed = other + sigmoid(EAGER * self.advantage) * (self._said - other)
+        often = np.minimum(np.maximum(self.usual, RARELY), 1 - RARELY)
+        self._often = np.log(often / (1 - often))
+        found: Floats = self._mixed + sigmoid(EAGER * self.often_advantage - DOUBTED) * (self._often - self._mixed)
         return found
 
     def redirect(self, other: Floats, state: Floats, known: Floats, order: Places) -> Floats:
@@ -246,6 +258,8 @@ class Follower:
         if judged:
             self.advantage *= FADING
             self.advantage += nats(self._other, bits) - nats(self._said, bits)
+            self.often_advantage *= FADING
+            self.often_advantage += nats(self._mixed, bits) - nats(self._often, bits)
         for chosen, inputs, said, other in self._moments:
             places = _DISTANCES[: len(chosen)], chosen
             self.ahead.learn(chosen, inputs, bits[chosen])
@@ -265,7 +279,8 @@ class Follower:
         return {
             f"{name}.first": first.weights, f"{name}.first.own": first.own, f"{name}.second": second.weights,
             f"{name}.second.own": second.own, f"{name}.ahead": self.ahead.weights, f"{name}.advantage": self.advantage,
-            f"{name}.advantage.ahead": self.ahead_advantage, f"{name}.lately": self.lately, f"{name}.usual": self.usual,
+            f"{name}.advantage.ahead": self.ahead_advantage, f"{name}.advantage.often": self.often_advantage,
+            f"{name}.lately": self.lately, f"{name}.usual": self.usual,
         }  # fmt: skip
 
     def take(self, name: str, arrays: Mapping[str, Floats]) -> None:

@@ -94,7 +94,7 @@ def sizes(batch: Batch) -> tuple[float, ...]:
 
 
 def build(
-    seed: int = 0, *, width: int = 32, batch: int = 64, ahead: int = 6, rate: float = 0.3, enough: float = 0.01
+    seed: int = 0, *, width: int = 32, batch: int = 64, ahead: int = 6, rate: float = 0.3, enough: float = 0.02
 ) -> Workload:
     """The unrolled GAN, as `UnrolledGan` has it, with an Adam for either side; a batch has so many points of either
     kind."""

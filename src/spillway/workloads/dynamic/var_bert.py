@@ -102,7 +102,7 @@ def sizes(batch: Batch) -> tuple[float, ...]:
 
 def build(
     seed: int = 0, *, width: int = 32, layers: int = 12, heads: int = 4, batch: int = 1, longest: int = 80,
-    target: float = 0.5, trained: int = 0,
+    target: float = 0.5, trained: int = 0, rate: float = 3e-4,
 ) -> Workload:  # fmt: skip
     """The gated BERT with AdamW.
 
@@ -112,11 +112,13 @@ def build(
         longest: Bytes of the longest docstring that takes part.
         target: The share of samples for which each gate is held open.
         trained: Steps of training that come before, on other samples, for who wants a network that stays as it is.
+        rate: The learning rate. At 1e-3 the loss is as low after 500 steps, and falls no further: what gates decide
+            drifts three times as fast.
     """
     seed_everything(seed)
     model = VarBert(width=width, layers=layers, heads=heads, longest=longest, target=target)
     workload = Workload(
-        name=NAME, model=model, optimizers=(torch.optim.AdamW(groups(model, 1e-3)),), loss=loss,
+        name=NAME, model=model, optimizers=(torch.optim.AdamW(groups(model, rate)),), loss=loss,
         batches=partial(batches, seed=seed, batch=batch, longest=longest),
         dynamism=Dynamism(base=BaseType.TRANSFORMER, embedding="embedding", sizes=sizes),
     )  # fmt: skip
