@@ -655,6 +655,31 @@ def test_nothing_of_a_step_is_held_until_python_looks_for_cycles(method: str, bu
     assert gone == [True] * 6
 
 
+@pytest.mark.parametrize("method", ["checkpoint", "mimose", "keep-all", "lru"])
+def test_nor_is_anything_of_a_step_that_was_refused(method: str) -> None:
+    """Its graph was there, beside the account, while the step was tried again under the budget that was told."""
+    model, optimizer = model_of(4)
+    outputs: list[weakref.ref[Any]] = []
+
+    def step(memory: spillway.Session, x: torch.Tensor) -> None:
+        with memory.step(x):
+            output = model(x)
+            outputs.append(weakref.ref(output))
+            torch.ones(1 << 22)
+            output.square().mean().backward()
+            optimizer.step()
+
+    gc.collect()
+    gc.disable()
+    try:
+        with spillway.manage(model, optimizer, budget="8MiB", method=method) as memory:
+            with pytest.raises(BudgetInfeasible):
+                step(memory, torch.randn(64, WIDTH))
+            assert [output() for output in outputs] == [None]
+    finally:
+        gc.enable()
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_what_an_update_takes_is_told_anew_when_its_settings_change(method: str) -> None:
     """As a schedule of the weight decay does it, with which a foreach optimizer has a copy of all gradients."""

@@ -452,9 +452,12 @@ class Session(ABC):
             told = _told(step, error) if isinstance(error, BudgetInfeasible) else error
             step.forget()
             told = self._stopped(told)
-            if told is not error:
-                raise told from None
-            raise
+            try:
+                if told is not error:
+                    raise told from None
+                raise
+            finally:
+                del told  # which holds this frame, and with it those of the step
         return step
 
     def _meet_ranks(self) -> None:
@@ -502,15 +505,21 @@ class Session(ABC):
             raise
         if fault is not None:
             step.forget()
-            raise fault
+            try:
+                raise fault
+            finally:
+                del fault, error  # which hold this frame, and with it those of the step
         refusal = error or late
         if isinstance(error, RuntimeError) and step.refused is not None and str(step.refused) in str(error):
             refusal = step.refused  # it passed through C++, as out of a callback, which tells its sentence on
         told = _told(step, refusal) if isinstance(refusal, BudgetInfeasible) else refusal
         step.forget()
         told = self._stopped(told) if told is not None else None
-        if told is not error and told is not None:
-            raise told from None
+        try:
+            if told is not error and told is not None:
+                raise told from None
+        finally:
+            del told, refusal, late, error  # as above
 
     def _tensors(self, batch: Any) -> Iterator[tuple[Kind, torch.Tensor]]:
         """Every tensor that is known by name, and what it is for."""
