@@ -557,3 +557,34 @@ def test_families_train_to_the_same_bits(name: str, share: float) -> None:
     if name != "mixture-of-experts":  # whose steps are others on other parameters
         assert found.planned is not None
         assert found.planned.diverged is None
+
+
+def by_length(method: str | AbstractPlanner | Planned, lengths: Sequence[int]) -> list[Planned | None]:
+    """What was followed, or would be, after steps that do not say how long they are. They have as many ops each."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    optimizer, made = torch.optim.SGD(model.parameters(), lr=0.1), []
+    with spillway.manage(model, optimizer, budget="600KiB", method=method) as memory:
+        for length in lengths:
+            with memory.step():
+                model(torch.ones(length, 64)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            made.append(followed(memory))
+    return made
+
+
+@pytest.mark.parametrize("natively", [True, False])
+def test_a_step_of_other_sizes_is_another_one_though_the_plan_moves_nothing_of_it(
+    natively: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not natively:
+        monkeypatch.setattr("spillway.engines.tensors.mode.native_module", lambda: None)
+    made = by_length("window", [8, 8, 8, 512, 512, 512])
+    assert made[2] is not None
+    assert not made[2].plan.gaps
+    assert made[3] is None
+    assert made[5] is not None
+    assert made[5].plan.gaps
+    with pytest.warns(UserWarning, match=r"The plan is for another step, of \d+ ops: this one, of \d+, is different"):
+        by_length(Planned(made[2].plan, made[2].step), [8, 512])

@@ -222,6 +222,8 @@ class Moments(NamedTuple):
 
     before: frozenset[int]
     after: frozenset[int]
+    creates: tuple[Bytes, ...] = ()
+    """What each is expected to create; after one that creates more or less the policy is asked too."""
 
 
 NEVER: Final = Moments(frozenset(), frozenset())

@@ -213,6 +213,7 @@ class Planned(AbstractPolicy):
         self._moments = Moments(
             before=frozenset((*self._fetches, *self._waits, *(() if at_op else self._copies))),
             after=frozenset((*ending, *creating)),
+            creates=tuple(sum(nbytes for _, nbytes in created) for created in self._created),
         )
 
 

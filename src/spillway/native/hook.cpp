@@ -458,14 +458,18 @@ class Hook {
     plans_[op] = std::move(plan);
   }
   void forget() { plans_.clear(); }
-  // `plan` is None or what is asked around some ops of the step: which, on which clock the first comes, and who.
+  // `plan` is None or what is asked around some ops of the step: which, what each op creates, on which clock the first
+  // comes, and who.
   void arm(bool recording, PyObject* plan) {
-    moments_.clear();
+    moments_.clear(), creates_.clear();
     if (plan != Py_None) {
       PyObject* const moments = PyTuple_GET_ITEM(plan, 0);
       moments_.assign(PyBytes_AS_STRING(moments), static_cast<std::size_t>(PyBytes_GET_SIZE(moments)));
-      first_op_ = PyLong_AsLongLong(PyTuple_GET_ITEM(plan, 1));
-      followed_ = Ref::to(PyTuple_GET_ITEM(plan, 2));
+      PyObject* const creates = PyTuple_GET_ITEM(plan, 1);
+      creates_.resize(static_cast<std::size_t>(PyBytes_GET_SIZE(creates)) / sizeof(std::int64_t));
+      std::copy_n(PyBytes_AS_STRING(creates), PyBytes_GET_SIZE(creates), reinterpret_cast<char*>(creates_.data()));
+      first_op_ = PyLong_AsLongLong(PyTuple_GET_ITEM(plan, 2));
+      followed_ = Ref::to(PyTuple_GET_ITEM(plan, 3));
       before_op_ = Ref(PyObject_GetAttrString(followed_.get(), "before_op"));
       after_op_ = Ref(PyObject_GetAttrString(followed_.get(), "after_op"));
       newest_ = {reinterpret_cast<PyObject*>(Py_TYPE(followed_.get())), "newest"};
@@ -532,11 +536,15 @@ class Hook {
   Ref value_of(PyObject* storage, PyObject* nbytes);
   PyObject* overwrite(PyObject* storage);
   bool is_plain(const at::Tensor& tensor) const;
-  // Of the next op.
-  int moment() const {
-    if (moments_.empty()) return 0;
-    const std::int64_t number = ledger_at_.clock.number_of(ledger_.get()) - first_op_;
-    return number < static_cast<std::int64_t>(moments_.size()) ? moments_[static_cast<std::size_t>(number)] : 0;
+  // The number of the next op, in a step that follows a plan.
+  std::size_t next_op() const {
+    if (moments_.empty() && creates_.empty()) return 0;
+    return static_cast<std::size_t>(ledger_at_.clock.number_of(ledger_.get()) - first_op_);
+  }
+  int moment(std::size_t number) const { return number < moments_.size() ? moments_[number] : 0; }
+  // How much has been created so far; only to be compared, where the plan says how much that op creates.
+  std::int64_t created_until(std::size_t number) const {
+    return number < creates_.size() ? budget_at_.created.number_of(budget_.get()) : 0;
   }
   // `Reclaimer.expect` and `Reclaimer.created`, but for what they do when it is time to look.
   void expect(std::int64_t nbytes) {
@@ -578,6 +586,7 @@ class Hook {
   bool small_ = false;  // whether the op takes next to no time
   std::int64_t taken_ = 0, first_op_ = 0;
   std::string moments_;  // of every op of a step that follows a plan
+  std::vector<std::int64_t> creates_;  // what each of them creates
   unsigned long thread_ = 0;
   bool elsewhere_ = false;  // whether ops came from another thread
   std::vector<std::shared_ptr<Plan>> plans_;
@@ -760,19 +769,22 @@ bool Hook::run(std::size_t place, const c10::OperatorHandle& op, DispatchKeySet 
   if (!turn.ours) return false;
   op_raised_ = false;
   small_ = plan->small;
-  const int moment = this->moment();
+  const std::size_t number = next_op();
+  int moment = this->moment(number);
   if ((moment & BEFORE) != 0) {  // asked again by the handlers it does nothing
     const Ref done(PyObject_CallNoArgs(before_op_.get()));
     if (PyList_GET_SIZE(interrupts_.get()) != 0) return false;
   }
+  const std::int64_t created = created_until(number);
   try {
     const bool ran = plan->kind == Kind::CREATES      ? create(*plan, op, keys, stack)
                      : plan->kind == Kind::NORMALISES ? normalise(*plan, op, keys, stack)
                                                       : write(*plan, op, keys, stack);
     if (!ran) return false;
     ++taken_;
+    if (number < creates_.size() && created_until(number) - created != creates_[number]) moment |= AFTER;
     if ((moment & AFTER) != 0) const Ref done(PyObject_CallNoArgs(after_op_.get()));
-    if (!moments_.empty()) newest_.put(followed_.get(), ledger_at_.next_number.of(ledger_.get()));
+    if (!moments_.empty() || !creates_.empty()) newest_.put(followed_.get(), ledger_at_.next_number.of(ledger_.get()));
     return true;
   } catch (const std::bad_alloc&) {
     if (op_raised_) throw;  // which is torch's own error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import Any, Final, final
 
 from spillway.engines.tensors.abstract import AbstractTensorEngine, Around, Known
@@ -11,9 +12,9 @@ from spillway.memory.following import Following
 BEFORE: Final = 1
 AFTER: Final = 2
 
-HookedPlan = tuple[bytes, int, "Followed"]
-"""Whether there is something to ask BEFORE and AFTER each op of the step, on which clock the first comes, and who is
-asked."""
+HookedPlan = tuple[bytes, bytes, int, "Followed"]
+"""Whether there is something to ask BEFORE and AFTER each op of the step, what each creates, as 64-bit numbers, on
+which clock the first comes, and who is asked."""
 
 
 @final
@@ -37,7 +38,7 @@ class Followed:
         self._asked_before, self.newest = -1, self._controller.newest
 
     def before_op(self) -> None:
-        """Before an op; once more after the last. HookedPlan again before the same op it does nothing."""
+        """Before an op; once more after the last. Asked again before the same op it does nothing."""
         if self._asked_before == (op := self._following.op):
             return
         self._asked_before = op
@@ -59,11 +60,12 @@ class Followed:
             for op in ops:
                 if op >= 0:
                     marks[op] |= mark
-        return bytes(marks), self._controller.first_op, self
+        return bytes(marks), array("q", moments.creates).tobytes(), self._controller.first_op, self
 
     def around(self, inner: Around | None) -> Around:
         """What makes a handler ask; `inner` stands within. Views are no ops."""
         controller, following, moments = self._controller, self._following, self._controller.policy.moments()
+        budget, creates = controller.budget, () if moments is None else moments.creates
 
         def asking(known: Known) -> Handler:
             handler = known.handler if inner is None else inner(known)
@@ -73,8 +75,10 @@ class Followed:
             def handle(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
                 if moments is None or following.op in moments.before:
                     self.before_op()
+                op, created = following.op, budget.created
                 out = handler(mode, func, types, args, kwargs)
-                if moments is None or following.op - 1 in moments.after:
+                as_expected = not op < min(following.op, len(creates)) or budget.created - created == creates[op]
+                if moments is None or following.op - 1 in moments.after or not as_expected:
                     self.after_op()
                 self.newest = controller.newest
                 return out
