@@ -680,6 +680,29 @@ def test_nor_is_anything_of_a_step_that_was_refused(method: str) -> None:
         gc.enable()
 
 
+@pytest.mark.parametrize("method", ["auto", "checkpoint", "mimose", "keep-all", "lru", "window"])
+def test_a_session_that_is_closed_hears_of_no_deaths(method: str) -> None:
+    """Several weak references with callbacks to one storage, as of sessions one after the other, end the process where
+    Python collects them just as the storage dies."""
+    model, optimizer = model_of(4)
+    x = torch.randn(64, WIDTH)
+    watched = [x, *model.parameters()]
+    gc.collect()
+    gc.disable()
+    try:
+        for budget in (2_000_000, 600_000, 300_000):
+            with spillway.manage(model, optimizer, budget=budget, method=method) as memory:
+                with contextlib.suppress(BudgetInfeasible), memory.step(x):
+                    update(model, optimizer, x)
+                with contextlib.suppress(BudgetInfeasible), memory.step(x):
+                    update(model, optimizer, x)
+        found = [one.__callback__ for tensor in watched for one in weakref.getweakrefs(tensor.untyped_storage())]
+        ours = [one for one in found if "torch" not in getattr(one, "__module__", "torch")]
+        assert not ours  # fake tensors of torch's own stay until they are collected
+    finally:
+        gc.enable()
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_what_an_update_takes_is_told_anew_when_its_settings_change(method: str) -> None:
     """As a schedule of the weight decay does it, with which a foreach optimizer has a copy of all gradients."""

@@ -34,7 +34,7 @@ class Entry:
 
     key: int
     nbytes: Bytes
-    watch: Watch
+    watch: Watch | None
     dtype: torch.dtype | None
     kind: Kind | None = None
     name: str = ""
@@ -123,7 +123,7 @@ class Ledger:
 
     def resized(self, entry: Entry) -> bool:
         """Whether a storage has another size than it had. It then ends with the present op: see it again."""
-        storage = entry.watch()
+        storage = entry.watch() if entry.watch is not None else None
         if storage is None or storage.nbytes() == entry.nbytes:
             return False
         del self._table[entry.key]
@@ -142,6 +142,8 @@ class Ledger:
         activations. Nothing is heard of any storage from here on."""
         activations = {self.values[value].storage for value in needed}
         storages = tuple(self._info(entry, activations) for entry in self.entries)
+        for entry in (*self._table.values(), *self.entries):
+            entry.watch = None
         self._table.clear()
         self._recording = False
         return storages

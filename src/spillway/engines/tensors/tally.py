@@ -251,11 +251,14 @@ class Tally(cast(Any, TorchDispatchMode)):  # type: ignore[misc]  # torch's clas
         key, nbytes = storage._cdata, nbytes or storage.nbytes()
         if key not in self._known:
             self._count(nbytes, made=made)
-            self._known[key] = _Known(nbytes, made, weakref.ref(storage, lambda _: self._died(key)))
+            own = weakref.ref(self)  # no cycle, so that nobody hears of deaths when this is gone
 
-    def _died(self, key: int) -> None:
-        known = self._known.pop(key)
-        self._count(-known.nbytes, made=known.made)
+            def died(_: Any) -> None:
+                if (tally := own()) is not None:
+                    known = tally._known.pop(key)
+                    tally._count(-known.nbytes, made=known.made)
+
+            self._known[key] = _Known(nbytes, made, weakref.ref(storage, died))
 
     def _count(self, nbytes: Bytes, *, made: bool) -> None:
         self.alive += nbytes if made else 0

@@ -768,10 +768,18 @@ class TensorEngine(AbstractTensorEngine):
                 PATCHES.remove(self)
                 METHODS.remove(self)
                 self.controller.flights.forget()
-                self.table.clear()
+                self._look_no_longer()
                 self.backend.close()
                 end_turn(self)
                 self._closed = True
+
+    def _look_no_longer(self) -> None:
+        """Nobody is to hear of deaths, now and not as soon as the cycles that this is in are collected: where a storage
+        dies to which several weak references with callbacks lead, and Python collects them just then, it crashes."""
+        for storage in self.table.values():
+            storage.handle = storage.value = None
+        self.table.clear()
+        self._given_away.clear()
 
     def _leave_the_file(self) -> None:
         """What unwatched steps left in the spill directory is in memory afterwards, where a tensor is known for it."""
