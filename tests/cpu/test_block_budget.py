@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import gc
 import random
 import weakref
@@ -678,6 +679,45 @@ def test_nor_is_anything_of_a_step_that_was_refused(method: str) -> None:
             assert [output() for output in outputs] == [None]
     finally:
         gc.enable()
+
+
+COLLECTED: contextvars.ContextVar[dict[str, list[torch.Tensor]]] = contextvars.ContextVar("collected")
+
+
+class Collecting(Residual):
+    """Leaves what it computes where the caller looks for it, as modules of transformers do."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = super().forward(x)
+        COLLECTED.get()["outputs"].append(out)
+        return out
+
+
+@pytest.mark.parametrize("method", ["auto", "checkpoint", "mimose"])
+def test_what_a_context_variable_collects_is_collected_once_and_holds_no_graph(method: str) -> None:
+    torch.manual_seed(0)
+    model, x = Chain(*(Collecting() for _ in range(4))), torch.randn(64, WIDTH)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    outputs: list[weakref.ref[Any]] = []
+
+    def step() -> int:
+        collected: dict[str, list[torch.Tensor]] = {"outputs": []}
+        token = COLLECTED.set(collected)
+        output = model(x)
+        COLLECTED.reset(token)
+        outputs.append(weakref.ref(output))
+        (output.square().mean() + sum(one.mean() for one in collected["outputs"])).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return len(collected["outputs"])
+
+    with spillway.manage(model, optimizer, budget=600_000, method=method) as memory:
+        for _ in range(4):
+            with memory.step(x):
+                assert step() == 4
+        assert sum(report.recomputed_blocks for report in memory.history) > 0
+        gc.collect()
+        assert all(output() is None for output in outputs)
 
 
 @pytest.mark.parametrize("method", ["auto", "checkpoint", "mimose", "keep-all", "lru", "window"])

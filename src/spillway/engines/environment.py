@@ -6,6 +6,7 @@ A replay of one op is run in its `OpEnvironment` (rule 6), a second run of a blo
 from __future__ import annotations
 
 import _random
+import collections
 import contextlib
 import contextvars
 import ctypes
@@ -469,7 +470,7 @@ class Environment:
             self._settings.now(),
             function_modes(),
             dispatch_modes(),
-            contextvars.copy_context(),
+            _apart(contextvars.copy_context()),
             parametrized(),
         )
 
@@ -496,7 +497,7 @@ class Environment:
             set_parametrized((many, dict(weights)))
             stack.enter_context(only_function_modes(wanted.function_modes, bypassed=True))
             stack.enter_context(only_dispatch_modes(wanted.dispatch_modes, bypassed=True))
-            stack.enter_context(_within(wanted.variables.copy()))
+            stack.enter_context(_within(_apart(wanted.variables.copy())))
             yield
 
     def set_streams(self, states: list[Any]) -> None:
@@ -529,6 +530,40 @@ def _within(variables: contextvars.Context) -> Iterator[None]:
     finally:
         with contextlib.suppress(RuntimeError):  # interrupted before it was entered
             _exit(variables)
+
+
+_CONTAINERS: Final = (dict, list, set, collections.deque)
+MOST_COLLECTED: Final = 10_000
+"""Things in containers of context variables; with more they are shared."""
+
+
+def _apart(variables: contextvars.Context) -> contextvars.Context:
+    """With containers of its own: what code collects in one, as transformers does outputs of layers, a second run is
+    not to collect again; and whatever holds these variables would hold the graphs that tensors in it hang in."""
+    room = [MOST_COLLECTED]
+    for variable, value in list(variables.items()):
+        if type(value) in _CONTAINERS:
+            own = _own(value, room)
+            if room[0] > 0:
+                variables.run(variable.set, own)
+    return variables
+
+
+def _own(value: Any, room: list[int]) -> Any:
+    """A container's copy, with those in it copied as well and tensors out of their graphs. `room` is how many things
+    may still be looked at."""
+    kind = type(value)
+    if kind in (torch.Tensor, torch.nn.Parameter) and value.grad_fn is not None:
+        return value.detach()
+    if kind not in (*_CONTAINERS, tuple) or room[0] <= 0:
+        return value
+    room[0] -= len(value)
+    if kind is dict:
+        return {key: _own(one, room) for key, one in value.items()}
+    if kind is set:
+        return set(value)
+    items = [_own(one, room) for one in value]
+    return collections.deque(items, value.maxlen) if kind is collections.deque else kind(items)
 
 
 def _autocast(kind: str) -> Autocast:
