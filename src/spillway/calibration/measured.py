@@ -16,6 +16,7 @@ import platform
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Final
 
@@ -92,6 +93,7 @@ def _key(directory: Path) -> Mapping[str, Any]:
         "machine": name, "processor": _processor(), "processors": os.cpu_count(), "gpu": gpu,
         "torch": str(torch.__version__), "threads": torch.get_num_threads(), "directory": str(directory.resolve()),
         "spillway": __version__,  # whose own Python is measured too
+        "figures": [field.name for field in fields(Device)],
     }  # fmt: skip
 
 
