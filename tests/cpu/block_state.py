@@ -261,3 +261,5 @@ def _told(held: Any) -> Any:
 
 
 KINDS = (*ELSEWHERE, *HELD)
+COPIED_KINDS = tuple(kind for kind in KINDS if not kind.startswith("view"))
+"""Those of modules that can be copied, as programs are."""
