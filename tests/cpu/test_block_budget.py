@@ -720,6 +720,49 @@ def test_what_a_context_variable_collects_is_collected_once_and_holds_no_graph(m
         assert all(output() is None for output in outputs)
 
 
+class Gated(Residual):
+    """Takes a part of what it computes with from there."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gates = COLLECTED.get()["gates"]
+        out: torch.Tensor = super().forward(x) * torch.sigmoid(gates[0])
+        return out * gates[-1]
+
+
+@pytest.mark.parametrize("method", ["auto", "checkpoint", "mimose"])
+def test_a_second_run_takes_from_a_context_variable_what_the_first_took(method: str) -> None:
+    """A tensor whose gradient is wanted, beside what leads back to itself and what is nested deeper than Python goes."""
+    deep: dict[str, Any] = {}
+    for _ in range(10_000):
+        deep = {"deeper": deep}
+    circle: list[Any] = []
+    circle.append(circle)
+    others = [contextvars.ContextVar[Any](name, default=None) for name in ("circle", "deep")]
+
+    def trained(memory: spillway.Session | None, model: torch.nn.Module, gate: torch.Tensor) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        x = torch.randn(64, WIDTH)
+        for _ in range(4):
+            model.zero_grad()
+            gate.grad = None
+            with contextlib.nullcontext() if memory is None else memory.step(x):
+                tokens = [one.set(value) for one, value in zip(others, (circle, deep), strict=True)]
+                token = COLLECTED.set({"gates": [(gate * 2).expand_as(x)]})
+                model(x).square().mean().backward()
+                COLLECTED.reset(token)
+                for one, before in zip(others, tokens, strict=True):
+                    one.reset(before)
+        return [one.grad.clone() for one in (gate, *model.parameters()) if one.grad is not None]
+
+    torch.manual_seed(0)
+    model, gate = Chain(*(Gated() for _ in range(4))), torch.nn.Parameter(torch.ones(WIDTH))
+    plain = trained(None, model, gate)
+    with spillway.manage(model, torch.optim.SGD(model.parameters()), budget=600_000, method=method) as memory:
+        grads = trained(memory, model, gate)
+    assert sum(report.recomputed_blocks for report in memory.history) > 0
+    assert all(torch.equal(one, other) for one, other in zip(grads, plain, strict=True))
+
+
 @pytest.mark.parametrize("method", ["auto", "checkpoint", "mimose", "keep-all", "lru", "window"])
 def test_a_session_that_is_closed_hears_of_no_deaths(method: str) -> None:
     """Several weak references with callbacks to one storage, as of sessions one after the other, end the process where

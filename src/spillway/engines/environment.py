@@ -534,36 +534,44 @@ def _within(variables: contextvars.Context) -> Iterator[None]:
 
 _CONTAINERS: Final = (dict, list, set, collections.deque)
 MOST_COLLECTED: Final = 10_000
-"""Things in containers of context variables; with more they are shared."""
+"""Things in containers of context variables; with more, or nested too deep, they are shared."""
 
 
 def _apart(variables: contextvars.Context) -> contextvars.Context:
     """With containers of its own: what code collects in one, as transformers does outputs of layers, a second run is
     not to collect again; and whatever holds these variables would hold the graphs that tensors in it hang in."""
-    room = [MOST_COLLECTED]
+    room, owns = [MOST_COLLECTED], dict[int, Any]()
     for variable, value in list(variables.items()):
         if type(value) in _CONTAINERS:
-            own = _own(value, room)
+            try:
+                own = _own(value, room, owns)
+            except RecursionError:
+                room[0] = 0
             if room[0] > 0:
                 variables.run(variable.set, own)
     return variables
 
 
-def _own(value: Any, room: list[int]) -> Any:
+def _own(value: Any, room: list[int], owns: dict[int, Any]) -> Any:
     """A container's copy, with those in it copied as well and tensors out of their graphs. `room` is how many things
-    may still be looked at."""
+    may still be looked at, `owns` what stands for those that were: what leads back to itself does so in copies too."""
     kind = type(value)
+    if id(value) in owns:
+        return owns[id(value)]
     if kind in (torch.Tensor, torch.nn.Parameter) and value.grad_fn is not None:
-        return value.detach()
+        return owns.setdefault(id(value), value.detach().requires_grad_())
     if kind not in (*_CONTAINERS, tuple) or room[0] <= 0:
         return value
     room[0] -= len(value)
+    if kind is tuple:
+        return tuple(_own(one, room, owns) for one in value)
+    own = owns[id(value)] = value.copy()
     if kind is dict:
-        return {key: _own(one, room) for key, one in value.items()}
-    if kind is set:
-        return set(value)
-    items = [_own(one, room) for one in value]
-    return collections.deque(items, value.maxlen) if kind is collections.deque else kind(items)
+        own.update((key, _own(one, room, owns)) for key, one in value.items())
+    elif kind is not set:
+        own.clear()
+        own.extend(_own(one, room, owns) for one in value)
+    return own
 
 
 def _autocast(kind: str) -> Autocast:
