@@ -328,3 +328,31 @@ def test_closing_leaves_torch_and_the_process_as_they_were() -> None:
     memory.close()
     second.close()
     assert world() == before
+
+
+@pytest.mark.parametrize("method", ["lru", "window"])
+def test_tensors_may_die_while_a_session_is_closed(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where another thread, or a collection of garbage, drops them."""
+    held = [torch.rand(16) for _ in range(8)]
+
+    class Last:
+        def __del__(self) -> None:
+            held.clear()
+
+    model = network()
+    memory = spillway.manage(model, budget="380 KiB", method=method)
+    with memory.step():
+        held.append(torch.rand(16))
+        (model(batch_of(0)).sum() + sum(one.sum() for one in held)).backward()
+    engine = memory._engine
+    assert len(engine.table) > len(held)
+    leave = engine._leave_the_file
+
+    def leaves() -> None:
+        leave()
+        next(iter(engine.table.values())).handle = Last()
+
+    monkeypatch.setattr(engine, "_leave_the_file", leaves)
+    memory.close()
+    assert not held
+    assert engine.backend.tier.closed

@@ -776,7 +776,7 @@ class TensorEngine(AbstractTensorEngine):
     def _look_no_longer(self) -> None:
         """Nobody is to hear of deaths, now and not as soon as the cycles that this is in are collected: where a storage
         dies to which several weak references with callbacks lead, and Python collects them just then, it crashes."""
-        for storage in self.table.values():
+        for storage in list(self.table.values()):  # meanwhile others may die
             storage.handle = storage.value = None
         self.table.clear()
         self._given_away.clear()
