@@ -682,6 +682,7 @@ def test_nor_is_anything_of_a_step_that_was_refused(method: str) -> None:
 
 
 COLLECTED: contextvars.ContextVar[dict[str, list[torch.Tensor]]] = contextvars.ContextVar("collected")
+COUNTED: contextvars.ContextVar[tuple[list[int]]] = contextvars.ContextVar("counted")
 
 
 class Collecting(Residual):
@@ -690,6 +691,7 @@ class Collecting(Residual):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = super().forward(x)
         COLLECTED.get()["outputs"].append(out)
+        COUNTED.get()[0].append(1)
         return out
 
 
@@ -702,13 +704,16 @@ def test_what_a_context_variable_collects_is_collected_once_and_holds_no_graph(m
 
     def step() -> int:
         collected: dict[str, list[torch.Tensor]] = {"outputs": []}
-        token = COLLECTED.set(collected)
+        token, counted = COLLECTED.set(collected), COUNTED.set(([],))
         output = model(x)
+        assert len(COUNTED.get()[0]) == 4
         COLLECTED.reset(token)
         outputs.append(weakref.ref(output))
         (output.square().mean() + sum(one.mean() for one in collected["outputs"])).backward()
         optimizer.step()
         optimizer.zero_grad()
+        assert len(COUNTED.get()[0]) == 4
+        COUNTED.reset(counted)
         return len(collected["outputs"])
 
     with spillway.manage(model, optimizer, budget=600_000, method=method) as memory:

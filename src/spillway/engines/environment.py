@@ -532,7 +532,7 @@ def _within(variables: contextvars.Context) -> Iterator[None]:
             _exit(variables)
 
 
-_CONTAINERS: Final = (dict, list, set, collections.deque)
+_CONTAINERS: Final = (dict, list, set, collections.deque, tuple)
 MOST_COLLECTED: Final = 10_000
 """Things in containers of context variables; with more, or nested too deep, they are shared."""
 
@@ -560,7 +560,7 @@ def _own(value: Any, room: list[int], owns: dict[int, Any]) -> Any:
         return owns[id(value)]
     if kind in (torch.Tensor, torch.nn.Parameter) and value.grad_fn is not None:
         return owns.setdefault(id(value), value.detach().requires_grad_())
-    if kind not in (*_CONTAINERS, tuple) or room[0] <= 0:
+    if kind not in _CONTAINERS or room[0] <= 0:
         return value
     room[0] -= len(value)
     if kind is tuple:
