@@ -96,7 +96,7 @@ def test_a_network_that_hands_numbers_to_the_host_later_is_learned_on() -> None:
     assert found[1] > 0 > found[2]
 
 
-def test_files_of_before_have_no_lines_and_others_are_refused() -> None:
+def test_files_of_before_have_no_lines_or_less_of_them_and_others_are_refused() -> None:
     network = GatedNetwork(3, seed=1)
     pilot = DecisionPilot(Program(network.architecture), width=4)
     samples = network.samples(40)
@@ -104,8 +104,11 @@ def test_files_of_before_have_no_lines_and_others_are_refused() -> None:
     pilot.fit(samples, epochs=1)
     arrays, settings = pilot.arrays(), pilot.settings()
     before = {name: one for name, one in arrays.items() if not name.startswith("lines")}
-    made = DecisionPilot.of_arrays(pilot.program, before, settings)
-    made.foresee(samples[0])
-    made.learn(samples[0])
+    before_often = {name: one for name, one in arrays.items() if not name.endswith("often")}
+    assert before.keys() < before_often.keys() < arrays.keys()
+    for those in (before, before_often):
+        made = DecisionPilot.of_arrays(pilot.program, those, settings)
+        made.foresee(samples[0])
+        made.learn(samples[0])
     with pytest.raises(ValueError, match="are not lines of 3 decisions"):
         DecisionPilot.of_arrays(pilot.program, arrays | {"lines.usual": np.zeros(9, np.float32)}, settings)

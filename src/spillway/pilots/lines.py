@@ -287,14 +287,16 @@ class Follower:
         """What `arrays` gave; nothing is learned yet by files of before, which have none of them. Raises ValueError for
         arrays of other shapes."""
         own = self.arrays(name)
-        given = [one for one in own if one in arrays]
-        if given and any(one not in arrays or arrays[one].shape != array.shape for one, array in own.items()):
-            shapes = {one: arrays[one].shape for one in given}
+        given = {one: arrays[one] for one in own if one in arrays}
+        if given:
+            given.setdefault(f"{name}.advantage.often", self.often_advantage)  # which younger files have alone
+        if given and any(one not in given or given[one].shape != array.shape for one, array in own.items()):
+            shapes = {one: array.shape for one, array in given.items()}
             raise ValueError(
                 f"the arrays {name!r} are not lines of {len(self.usual)} decisions: their shapes are {shapes}"
             )
-        for one in given:
-            own[one][...] = arrays[one]
+        for one, array in given.items():
+            own[one][...] = array
         self.steps = USUAL if given else 0
         self._settle()
 
