@@ -1,4 +1,4 @@
-"""A policy that is asked around every op: what an engine calls for one that `follows`."""
+"""A policy that is asked around ops: what an engine calls for one that `follows`."""
 
 from __future__ import annotations
 

@@ -304,7 +304,7 @@ class AbstractPolicy(ABC):
     """Whether `relieve` refuses steps that would fit: then nobody tells from the ops alone what is enough."""
 
     follows: bool = False
-    """Whether it is asked around every op, as what follows a plan has to be; asking costs time."""
+    """Whether it is asked around ops, as what follows a plan has to be: those of its `moments`."""
 
     def looks(self, view: MemoryView) -> bool:
         """Whether `foresee` would look at anything now. Asked before it, and often: be quick."""
