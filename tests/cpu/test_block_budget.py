@@ -683,6 +683,7 @@ def test_nor_is_anything_of_a_step_that_was_refused(method: str) -> None:
 
 COLLECTED: contextvars.ContextVar[dict[str, list[torch.Tensor]]] = contextvars.ContextVar("collected")
 COUNTED: contextvars.ContextVar[tuple[list[int]]] = contextvars.ContextVar("counted")
+OTHERS = [contextvars.ContextVar[Any](name, default=None) for name in ("circle", "grows", "deep")]
 
 
 class Collecting(Residual):
@@ -725,6 +726,18 @@ def test_what_a_context_variable_collects_is_collected_once_and_holds_no_graph(m
         assert all(output() is None for output in outputs)
 
 
+class Grows:
+    """A key at whose hash its dictionary grows, as it may at any time where another thread writes there."""
+
+    def __init__(self) -> None:
+        self.held: dict[Any, int] = {}
+        self.held[self] = 0
+
+    def __hash__(self) -> int:
+        self.held[len(self.held)] = 0
+        return 1
+
+
 class Gated(Residual):
     """Takes a part of what it computes with from there."""
 
@@ -736,13 +749,12 @@ class Gated(Residual):
 
 @pytest.mark.parametrize("method", ["auto", "checkpoint", "mimose"])
 def test_a_second_run_takes_from_a_context_variable_what_the_first_took(method: str) -> None:
-    """A tensor whose gradient is wanted, beside what leads back to itself and what is nested deeper than Python goes."""
+    """A tensor whose gradient is wanted; beside it what leads back to itself, what grows, and what is nested deep."""
     deep: dict[str, Any] = {}
     for _ in range(10_000):
         deep = {"deeper": deep}
     circle: list[Any] = []
     circle.append(circle)
-    others = [contextvars.ContextVar[Any](name, default=None) for name in ("circle", "deep")]
 
     def trained(memory: spillway.Session | None, model: torch.nn.Module, gate: torch.Tensor) -> list[torch.Tensor]:
         torch.manual_seed(0)
@@ -751,11 +763,11 @@ def test_a_second_run_takes_from_a_context_variable_what_the_first_took(method: 
             model.zero_grad()
             gate.grad = None
             with contextlib.nullcontext() if memory is None else memory.step(x):
-                tokens = [one.set(value) for one, value in zip(others, (circle, deep), strict=True)]
+                tokens = [one.set(value) for one, value in zip(OTHERS, (circle, Grows().held, deep), strict=True)]
                 token = COLLECTED.set({"gates": [(gate * 2).expand_as(x)]})
                 model(x).square().mean().backward()
                 COLLECTED.reset(token)
-                for one, before in zip(others, tokens, strict=True):
+                for one, before in zip(OTHERS, tokens, strict=True):
                     one.reset(before)
         return [one.grad.clone() for one in (gate, *model.parameters()) if one.grad is not None]
 

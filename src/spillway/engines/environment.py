@@ -565,12 +565,10 @@ def _own(value: Any, room: list[int], owns: dict[int, Any]) -> Any:
     room[0] -= len(value)
     if kind is tuple:
         return tuple(_own(one, room, owns) for one in value)
-    own = owns[id(value)] = value.copy()
-    if kind is dict:
-        own.update((key, _own(one, room, owns)) for key, one in value.items())
-    elif kind is not set:
-        own.clear()
-        own.extend(_own(one, room, owns) for one in value)
+    own = owns[id(value)] = value.copy()  # at once: other threads may be writing there
+    if kind is not set:
+        for place, one in list(own.items() if kind is dict else enumerate(own)):
+            own[place] = _own(one, room, owns)
     return own
 
 
