@@ -107,4 +107,6 @@ def _gap(record: dict[str, Any]) -> Gap:
             home = read_fields(_HOMES[name], rest, "gap")
             whole = [read_value(int, number, "a number of the gap") for number in (value, start, end)]
             return Gap(value=whole[0], start=whole[1], end=whole[2], home=home)
+        case {"value": _, "gone": [_, _], "home": home}:
+            raise ValueError(f"a value waits as one of {', '.join(_HOMES)}, and not as {home!r:.40}")
     raise ValueError("the line is no gap: it does not say which value is gone when, and where it waits")

@@ -98,8 +98,13 @@ def loss(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def build(seed: int = 0, *, width: int = 16, blocks: tuple[int, ...] = (3, 4, 6, 3), batch: int = 16) -> Workload:
-    """The residual network with SGD and momentum; `width` channels in the first stage, twice as many in every further
-    one, which has so many basic blocks."""
+    """The residual network with SGD and momentum.
+
+    Args:
+        width: Channels of the first stage; every further stage has twice as many.
+        blocks: Basic blocks in each stage.
+        batch: Pictures in a batch.
+    """
     seed_everything(seed)
     model = ResNet(width=width, blocks=blocks, classes=CLASSES)
     return Workload(

@@ -67,8 +67,8 @@ class PlanCache:
         """Sizes that have one plan have one of these: of each length how often it holds 1 + share as a factor."""
         if not self.share or self.interval > 1:
             return size
-        one = log1p(self.share)
-        return of_lengths(size, lambda n: floor(log(n) / one) if n > 0 else -1, batched=self.batched)
+        factor = log1p(self.share)
+        return of_lengths(size, lambda n: floor(log(n) / factor) if n > 0 else -1, batched=self.batched)
 
     def find(
         self, rounded: InputSize, available: Bytes, look: Callable[[BlockPlan], BlockPlan | None] | None = None

@@ -100,8 +100,15 @@ def build(
     seed: int = 0, *, width: int = 32, layers: int = 4, experts: int = 8, top: int = 2, batch: int = 1,
     longest: int = 24,
 ) -> Workload:  # fmt: skip
-    """The mixture of experts with AdamW: every layer has so many, and a word is sent to `top` of them. A batch is of
-    docstrings, of which up to `longest` words are read."""
+    """The mixture of experts with AdamW.
+
+    Args:
+        width: Elements of a word.
+        experts: Of each layer.
+        top: Experts that a word is sent to.
+        batch: Docstrings in a batch.
+        longest: Words that are read at most.
+    """
     seed_everything(seed)
     model = Moe(width=width, layers=layers, experts=experts, top=top)
     return Workload(

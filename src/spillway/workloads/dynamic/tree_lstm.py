@@ -60,7 +60,13 @@ class TreeLstm(nn.Module):
 
 
 def build(seed: int = 0, *, width: int = 32, batch: int = 1, largest: int = 48) -> Workload:
-    """The Tree-LSTM with AdamW. A batch is of functions with trees of up to `largest` nodes."""
+    """The Tree-LSTM with AdamW.
+
+    Args:
+        width: Elements of a node's state.
+        batch: Functions in a batch.
+        largest: Nodes of the largest tree that takes part.
+    """
     seed_everything(seed)
     model = TreeLstm(width)
     return Workload(

@@ -96,8 +96,15 @@ def sizes(batch: Batch) -> tuple[float, ...]:
 def build(
     seed: int = 0, *, width: int = 32, batch: int = 64, ahead: int = 6, rate: float = 0.3, enough: float = 0.02
 ) -> Workload:
-    """The unrolled GAN, as `UnrolledGan` has it, with an Adam for either side; a batch has so many points of either
-    kind."""
+    """The unrolled GAN with an Adam for either side.
+
+    Args:
+        width: Elements of hidden layers.
+        batch: Points of either kind.
+        ahead: The most updates that the discriminator is ahead.
+        rate: The learning rate of those updates.
+        enough: Updates go on while each makes the discriminator's loss smaller by that share of it.
+    """
     seed_everything(seed)
     model = UnrolledGan(width=width, ahead=ahead, rate=rate, enough=enough)
     sides = [*model.embedding.parameters(), *model.generator.parameters()], [*model.discriminator.parameters()]

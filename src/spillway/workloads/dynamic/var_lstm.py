@@ -63,8 +63,14 @@ def sizes(batch: Batch) -> tuple[float, ...]:
 
 
 def build(seed: int = 0, *, width: int = 32, layers: int = 2, batch: int = 1, longest: int = 48) -> Workload:
-    """The LSTM with AdamW, its cells above each other. A batch is of docstrings, of which `longest` words are read at
-    most."""
+    """The LSTM with AdamW.
+
+    Args:
+        width: Elements of a word.
+        layers: Cells above each other.
+        batch: Docstrings in a batch.
+        longest: Words that are read at most.
+    """
     seed_everything(seed)
     model = VarLstm(width=width, layers=layers)
     return Workload(
