@@ -207,7 +207,7 @@ class Planned(AbstractPolicy):
             else:
                 for gap, op in gaps.fetches(view, self.ahead):
                     self._fetches[op].append(gap)
-        ending = [op - 1 for op in (*gaps.starting, *(self._copies if at_op else ()))]
+        ending = [op - 1 for op in (*gaps.starting, *(self._copies if at_op else ())) if op]
         leaving = {gaps.storage_of(gap) for gap in self.plan.gaps}
         creating = (op for op, created in enumerate(self._created) if any(number in leaving for number, _ in created))
         self._moments = Moments(

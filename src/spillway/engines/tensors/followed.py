@@ -58,8 +58,7 @@ class Followed:
         marks = bytearray(max((*moments.before, *moments.after), default=-1) + 1)
         for ops, mark in ((moments.before, BEFORE), (moments.after, AFTER)):
             for op in ops:
-                if op >= 0:
-                    marks[op] |= mark
+                marks[op] |= mark
         return bytes(marks), array("q", moments.creates).tobytes(), self._controller.first_op, self
 
     def around(self, inner: Around | None) -> Around:
@@ -77,8 +76,9 @@ class Followed:
                     self.before_op()
                 op, created = following.op, budget.created
                 out = handler(mode, func, types, args, kwargs)
-                as_expected = not op < min(following.op, len(creates)) or budget.created - created == creates[op]
-                if moments is None or following.op - 1 in moments.after or not as_expected:
+                ran = following.op > op
+                other = ran and op < len(creates) and budget.created - created != creates[op]
+                if moments is None or other or following.op - 1 in moments.after:
                     self.after_op()
                 self.newest = controller.newest
                 return out
