@@ -119,7 +119,6 @@ def _cpu(directory: Path) -> Device:
         op_seconds=_launch("cpu"), copy_seconds=max(_page_copy(directory), watching.copy),
         watch_seconds=watching.op, watch_root=watching.root, handling_seconds=watching.storage,
         question_seconds=watching.question, beside_seconds=watching.beside,
-        follow_seconds=watching.follow, follow_root=watching.follow_root,
         duplex=False,  # both ways are the same memory, and the same disk
         overlaps=len(os.sched_getaffinity(0)) > threads,  # as the tensor engine has it for buffered copies
         source=f"measured: {_processor()}, torch {torch.__version__}, {threads} thread{'s' * (threads > 1)}; link: the "

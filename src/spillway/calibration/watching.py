@@ -1,5 +1,5 @@
-"""What a session on the CPU costs besides copies: for every op that it watches, every storage that it handles, every
-question that its method asks, and where it follows a plan.
+"""What a session on the CPU costs besides copies: for every op that it watches, every storage that it handles and
+every question that its method asks.
 
 A small model is trained, each step beside a plain one: just below its peak, where next to nothing has to leave, with
 batches of several sizes; at half of that, there also by a method that asks much; and by plans, one of which lets
@@ -67,10 +67,6 @@ class Watching(NamedTuple):
     """For every storage that leaves or comes back, and every op that runs again."""
     question: Seconds
     """For every question that a policy asks about a storage."""
-    follow: Seconds
-    """For every op besides where the policy follows a plan."""
-    follow_root: float
-    """For every op besides there, times the square root of its own seconds: who follows finds cold caches too."""
     beside: Seconds
     """For every copy besides that begins while ops run (NOTE [Copies beside ops])."""
     copy: Seconds
@@ -91,28 +87,25 @@ def measure_watching(directory: Path, link: Speed) -> Watching:
     op, root = _law([((step.ops, roots[shape]), step.python, step.python) for shape, step in watched.items()])
     samples, waited, copies = list[_Sample](), 0.0, 0
 
-    def add(shape: _Shape, step: _Step, *, follows: bool) -> None:
+    def add(shape: _Shape, step: _Step) -> None:
         """What is not said by the law of ops."""
         rest = step.python - op * step.ops - root * roots[shape]
-        followed = (step.ops, roots[shape]) if follows else (0, 0.0)
-        samples.append(((step.handled, step.questions, step.early, *followed), rest, step.python))
+        samples.append(((step.handled, step.questions, step.early), rest, step.python))
 
     for shape in _PRESSED:
         for policy in (LRU(), Delta()):
             step = _median(_Trainer(shape, policy, peaks[shape] // 2, directory).steps())
-            add(shape, step, follows=False)
+            add(shape, step)
             if not policy.foresees:
                 waited += step.stalled - step.bytes_out / link.out - step.bytes_in / link.back
                 copies += step.copies
     for shape in _WATCHED:
         for allowed in (peaks[shape], peaks[shape] // _PART):
-            step = _median(_Trainer.following(shape, allowed, directory).steps())
-            add(shape, step, follows=True)
-    storage, question, beside, follow, follow_root = _law(samples)
+            add(shape, _median(_Trainer.following(shape, allowed, directory).steps()))
+    storage, question, beside = _law(samples)
     return Watching(
-        op=op, root=root, storage=storage, question=question, beside=beside,
-        follow=follow, follow_root=follow_root, copy=max(waited / max(copies, 1), 0.0),
-    )  # fmt: skip
+        op=op, root=root, storage=storage, question=question, beside=beside, copy=max(waited / max(copies, 1), 0.0)
+    )
 
 
 _Sample = tuple[Sequence[float], Seconds, Seconds]

@@ -27,7 +27,7 @@ _RATES: Final = (
 )  # fmt: skip
 _TIMES: Final = (
     "op_seconds", "copy_seconds", "watch_seconds", "watch_root", "handling_seconds", "question_seconds",
-    "follow_seconds", "follow_root", "beside_seconds", "host_seconds",
+    "beside_seconds", "host_seconds",
 )  # fmt: skip
 
 
@@ -69,10 +69,6 @@ class Device:
     """What compute waits besides its copy whenever a storage leaves or comes back; 0 likewise."""
     question_seconds: Seconds = 0.0
     """What compute waits for every question that a method asks about a storage; 0 likewise."""
-    follow_seconds: Seconds = 0.0
-    """What compute waits besides for each op of a step that follows a plan; 0 likewise."""
-    follow_root: float = 0.0
-    """What it waits there besides, times the square root of the op's own seconds."""
     beside_seconds: Seconds = 0.0
     """What compute waits besides for every copy that begins while ops run: who copies needs Python too; 0 likewise."""
     half_flops_per_second: float | None = None
