@@ -3,7 +3,7 @@
 //
 // One large range of addresses is reserved. A piece of it is used (a tensor's), warm (free, its pages still there) or
 // cold (addresses without pages). A tensor is born in a warm extent that is large enough, or else in a cold one, to
-// which pages of several warm extents are moved (`mremap`): no page is faulted in or zeroed a second time.
+// which pages of several warm extents are moved (`mremap`): few pages are faulted in or zeroed a second time (rule 3).
 //
 // NOTE [Rules]
 //  1. Pages are faulted in only where all that are warm were not enough. So what is resident never passes the most that
@@ -14,7 +14,8 @@
 //     them, as somebody else's mapping may come to lie there. So what is ours is what `used_` has, and not what lies in
 //     the range.
 //  3. The kernel moves pages mapping by mapping: `cuts_` holds every offset at which a mapping may begin. More than
-//     MAPPINGS are healed, by giving the warm pages back: a mapping anew over the whole extent is one mapping.
+//     MAPPINGS are healed, by giving the warm pages back: a mapping anew over the whole extent is one mapping. So is an
+//     extent whose pages are wanted elsewhere and whose mappings are SHORT on average.
 //  4. What is small, what is more than the machine has, and what the range or the system has no room for, is torch's own
 //     allocator's, and so is the error.
 //  5. Nothing here is ever destroyed: tensors outlive the interpreter.
@@ -71,6 +72,7 @@ constexpr std::size_t PAGE = 4096;
 constexpr std::size_t SMALL = std::size_t{32} << 10;  // bytes below which a page's rounding costs too much
 constexpr int CANDIDATES = 16;                        // extents that are looked at before addresses anew
 constexpr std::size_t MAPPINGS = 2048;                // each is a move of its own, and the step that wants the pages waits
+constexpr std::size_t SHORT = std::size_t{96} << 10;  // on average: to move these takes longer than to fault pages in
 constexpr std::size_t MOVABLE = 32768;                // half of the mappings that a process may have by default
 constexpr std::size_t CHUNK = std::size_t{1} << 20;   // of a file, for what is small
 constexpr std::size_t ALIGNMENT = 64;                 // torch's
@@ -428,12 +430,18 @@ class Arena {
   bool collect(std::size_t offset, std::size_t size) {
     if (cuts_.size() > heal_at_) heal();
     const std::size_t wanted = std::min(size, warm_.bytes());
-    std::size_t filled = 0;
+    std::size_t filled = 0, given = 0;
     bool whole = true;
     if (wanted != 0) ++counts_.collected;
-    while (whole && filled < wanted && moves_ && cuts_.size() <= MOVABLE) {
-      auto [from, length] = warm_.best(wanted - filled);
-      length = std::min(length, wanted - filled);
+    while (filled + given < wanted) {
+      auto [from, length] = warm_.best(wanted - filled - given);
+      length = std::min(length, wanted - filled - given);
+      const std::size_t mappings = mappings_in(from, length);
+      if (!whole || !moves_ || cuts_.size() > MOVABLE || (mappings > 1 && length / mappings < SHORT)) {  // rules 2, 3
+        give_back(from, length);
+        given += length;
+        continue;
+      }
       warm_.take(from, length);
       const std::size_t moved = move(from, length, offset + filled);
       cold_.add(from, moved);
@@ -441,14 +449,8 @@ class Arena {
       filled += moved;
       whole = moved == length;
     }
-    for (std::size_t owed = wanted - filled; owed != 0;) {  // rule 2
-      auto [from, length] = warm_.best(owed);
-      length = std::min(length, owed);
-      give_back(from, length);
-      owed -= length;
-    }
     const std::size_t fresh = size - filled;
-    if (fresh != 0 && (!whole || cut_within(offset + filled, fresh)) && !one_mapping(offset + filled, fresh)) {
+    if (fresh != 0 && (!whole || mappings_in(offset + filled, fresh) > 1) && !one_mapping(offset + filled, fresh)) {
       warm_.add(offset, filled);  // the other addresses are lost: nobody may have them
       return false;
     }
@@ -512,9 +514,8 @@ class Arena {
     cuts_.insert(offset);
     cuts_.insert(offset + size);
   }
-  bool cut_within(std::size_t offset, std::size_t size) const {
-    const auto next = cuts_.upper_bound(offset);
-    return next != cuts_.end() && *next < offset + size;
+  std::size_t mappings_in(std::size_t offset, std::size_t size) const {
+    return 1 + static_cast<std::size_t>(std::distance(cuts_.upper_bound(offset), cuts_.lower_bound(offset + size)));
   }
 
   std::mutex mutex_;

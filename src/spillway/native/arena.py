@@ -1,4 +1,4 @@
-"""The arena: CPU tensors at addresses whose pages are kept and moved, and never faulted in twice."""
+"""The arena: CPU tensors at addresses whose pages are kept and moved, and seldom faulted in twice."""
 
 from __future__ import annotations
 
