@@ -11,10 +11,11 @@ import threading
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final, TypeVar, final
 
 import numpy as np
@@ -29,8 +30,9 @@ from spillway.units import Bytes, Seconds, format_bytes
 
 _WINDOW: Final = 256 << 20
 """The file is mapped in windows of this size: a mapping per slot would run into the system's limit on mappings."""
-WORKERS: Final = 2
-"""Threads that copy while ops run: one may read while the other writes."""
+WORKERS: Final[Mapping[SpillIO, int]] = MappingProxyType({"buffered": 2, "direct": 4})
+"""Threads that copy while ops run: one may read while the other writes. Past the page cache they only wait for the
+disk, which is as fast with several copies at a time, and small ones do not stand behind large ones."""
 T = TypeVar("T")
 
 MOST_JOBS: Final = 64
@@ -229,10 +231,11 @@ class DiskTier:
     def _pool(self) -> ThreadPoolExecutor:
         """All threads start before there is work: a pool that gets no thread for a job raises, and keeps the job."""
         if self._workers is None:
-            workers = ThreadPoolExecutor(max_workers=WORKERS, thread_name_prefix="spillway-disk")
-            together = threading.Barrier(WORKERS)
+            count = WORKERS[self.io]
+            workers = ThreadPoolExecutor(max_workers=count, thread_name_prefix="spillway-disk")
+            together = threading.Barrier(count)
             try:
-                for _ in range(WORKERS):
+                for _ in range(count):
                     workers.submit(together.wait)
             except RuntimeError as error:
                 together.abort()
