@@ -91,11 +91,10 @@ def threads() -> Finding:
         )
         fix = f"{fewer}; sums depend on the number of threads, with plain PyTorch too."
         problems.append(Problem(what=what, fix=fix))
-    workers = WORKERS["buffered"]
     return Finding(
         topic="threads", problems=problems,
-        sentence=f"Ops use {computing} of {processors}; with `delta`, {workers} workers copy beside them.",
-        facts={"computing": computing, "processors": there, "workers": workers},
+        sentence=f"Ops use {computing} of {processors}; with `delta`, {WORKERS} workers copy beside them.",
+        facts={"computing": computing, "processors": there, "workers": WORKERS},
     )  # fmt: skip
 
 

@@ -11,11 +11,10 @@ import threading
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Final, TypeVar, final
 
 import numpy as np
@@ -30,9 +29,8 @@ from spillway.units import Bytes, Seconds, format_bytes
 
 _WINDOW: Final = 256 << 20
 """The file is mapped in windows of this size: a mapping per slot would run into the system's limit on mappings."""
-WORKERS: Final[Mapping[SpillIO, int]] = MappingProxyType({"buffered": 2, "direct": 4})
-"""Threads that copy while ops run: one may read while the other writes. Past the page cache they only wait for the
-disk, which is as fast with several copies at a time, and small ones do not stand behind large ones."""
+WORKERS: Final = 2
+"""Threads that copy while ops run: one may read while the other writes."""
 T = TypeVar("T")
 
 MOST_JOBS: Final = 64
@@ -95,6 +93,8 @@ class DiskTier:
         self._queued: Bytes = 0
         self._lock = threading.Lock()  # of the four above
         self.log = TransferLog()
+        self.workers = WORKERS
+        """How many threads copy, once they have started."""
         self._workers: ThreadPoolExecutor | None = None
         _tiers.add(self)
 
@@ -231,11 +231,10 @@ class DiskTier:
     def _pool(self) -> ThreadPoolExecutor:
         """All threads start before there is work: a pool that gets no thread for a job raises, and keeps the job."""
         if self._workers is None:
-            count = WORKERS[self.io]
-            workers = ThreadPoolExecutor(max_workers=count, thread_name_prefix="spillway-disk")
-            together = threading.Barrier(count)
+            workers = ThreadPoolExecutor(max_workers=self.workers, thread_name_prefix="spillway-disk")
+            together = threading.Barrier(self.workers)
             try:
-                for _ in range(count):
+                for _ in range(self.workers):
                     workers.submit(together.wait)
             except RuntimeError as error:
                 together.abort()
