@@ -21,7 +21,7 @@ from spillway.methods.by_block import (
     StepSample,
     recomputing,
 )
-from spillway.methods.mimose import Mimose, Options, Reading
+from spillway.methods.mimose import Mimose, Options
 from spillway.methods.mimose.cache import PlanCache
 from tests.pure.moments import simulate
 
@@ -129,13 +129,6 @@ def test_the_published_plan_covers_what_the_whole_model_is_over(over: int, recom
     assert (plan.size, plan.given_up) == ((100,), recomputed)
     assert plan.projected == pytest.approx(whole - sum(truth.saved[block] for block in recomputed), abs=2)
     assert plan.holds
-
-
-def test_the_listing_takes_the_sum_of_blocks_for_the_whole_model() -> None:
-    literal = trained(Mimose(Options.as_published(reserve=0, reading=Reading.literal())))
-    total = sum(literal.truth(100).saved)
-    assert literal.mimose.plan((100,), total + 1).given_up == frozenset()  # whatever the rest of the step needs
-    assert literal.peaks[0] > 0
 
 
 def test_a_budget_that_no_plan_meets_is_reported_by_how_much() -> None:

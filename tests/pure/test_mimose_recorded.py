@@ -19,7 +19,7 @@ from spillway.ir.lives import lives_of
 from spillway.methods.base import AbstractPlanner, Problem
 from spillway.methods.by_block import Forecast
 from spillway.methods.checkpoint import CheckpointPlanner
-from spillway.methods.mimose import Mimose, Options, Reading
+from spillway.methods.mimose import Mimose, Options
 from spillway.methods.mimose.peaks import outside
 from spillway.methods.mimose.planner import Measured, MimosePlanner, gaps_of, measured, revoked
 from spillway.simulation.simulated_engine import simulate
@@ -120,29 +120,30 @@ def test_a_published_plan_that_passes_the_budget_is_refused() -> None:
     assert caught.value.smallest_budget >= floor
 
 
-def test_the_budget_that_a_refusal_names_is_the_smallest_whose_own_plan_holds() -> None:
-    # To the letter, Algorithm 1 leaves out all that no block saves: what it recomputes is never enough.
-    literal = MimosePlanner.as_published(Options.as_published(reserve=0, reading=Reading.literal()))
-    step = blocks_step(4, units=[2, 6, 1, 1])
+def too_low(*arguments: Any, **options: Any) -> list[Measured]:
+    """What is measured, but for all that no block saves."""
+    return [
+        replace(
+            part,
+            step=replace(part.step, peak=0, turn_peak=0, backward_peak=0),
+            blocks=tuple(replace(block, working=0) for block in part.blocks),
+        )
+        for part in measured(*arguments, **options)
+    ]
+
+
+def test_the_budget_that_a_refusal_names_is_the_smallest_whose_own_plan_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("spillway.methods.mimose.planner.measured", too_low)
+    planner, step = PLANNERS["mimose-published"], blocks_step(4, units=[2, 6, 1, 1])
     with pytest.raises(BudgetInfeasible) as caught:
-        plan(literal, step, step.plain_peak() // 2)
+        plan(planner, step, step.plain_peak() // 2)
     assert caught.value.needed < caught.value.smallest_budget <= step.plain_peak()
-    verify(plan(literal, step, caught.value.smallest_budget), step, caught.value.smallest_budget)
+    verify(plan(planner, step, caught.value.smallest_budget), step, caught.value.smallest_budget)
     with pytest.raises(BudgetInfeasible):
-        plan(literal, step, caught.value.smallest_budget - 1)
+        plan(planner, step, caught.value.smallest_budget - 1)
 
 
 def test_a_plan_that_was_too_hopeful_gives_up_blocks_until_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    def too_low(*arguments: Any, **options: Any) -> list[Measured]:
-        return [
-            replace(
-                part,
-                step=replace(part.step, peak=0, turn_peak=0, backward_peak=0),
-                blocks=tuple(replace(block, working=0) for block in part.blocks),
-            )
-            for part in measured(*arguments, **options)
-        ]
-
     step = blocks_step(5)
     allowed = step.plain_peak() - 5 * UNIT
     honest = recomputed(step, plan(MimosePlanner(), step, allowed))

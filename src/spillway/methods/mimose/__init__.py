@@ -38,7 +38,6 @@ from spillway.methods.by_block import (
 from spillway.methods.mimose.cache import PlanCache
 from spillway.methods.mimose.choices import Options
 from spillway.methods.mimose.planning import PublishedPlanning, SimulatedPlanning
-from spillway.methods.mimose.scheduler import Reading
 from spillway.units import Bytes
 
 FEWEST: Final = 4
@@ -150,4 +149,4 @@ class Mimose(AbstractBlockMethod):
         return planning.forecast(size) if isinstance(planning, SimulatedPlanning) and planning.ready else None
 
 
-__all__ = ["Mimose", "Options", "Reading"]
+__all__ = ["Mimose", "Options"]

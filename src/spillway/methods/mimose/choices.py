@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, Self, final
 
 from spillway.errors import UsageError
 from spillway.methods.by_block import InputSize
-from spillway.methods.mimose.scheduler import Reading
 from spillway.units import Bytes
 
 HALF_GB: Bytes = 500_000_000
@@ -64,8 +63,6 @@ class Options:
     static_size: InputSize | None = None
     """A size for which one plan is made and used for all sizes of as many numbers: what the paper's Fig. 13 calls
     Sublinear. Meant for comparing; None is Mimose."""
-    reading: Reading = field(default_factory=Reading)
-    """How Algorithm 1 is read. Where it is compared with `checks_peak`, only its selection is used, not its excess."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.similar < 1:
@@ -85,7 +82,6 @@ class Options:
         interval: int = 5,
         reserve: Bytes = HALF_GB,
         static_size: InputSize | None = None,
-        reading: Reading | None = None,
     ) -> Self:
         """The paper's choices; its own runs differ in these arguments.
 
@@ -94,10 +90,9 @@ class Options:
             interval: 5 for text, 100 for pictures, where the size is height times width.
             reserve: What the public code calls buffer.
             static_size: For the static plan of Fig. 13.
-            reading: `Reading()`, the paper's meaning, if not given; `Reading.code()` for runs of the public code.
         """
         return cls(
             iterations=iterations, ends_early=False, collects_known_sizes=True, first_counts=False, forwards=2,
             exact_bytes=False, checks_peak=False, corrects=False, reserve=reserve, interval=interval, similar=0.0,
-            static_size=static_size, reading=reading or Reading(),
+            static_size=static_size,
         )  # fmt: skip

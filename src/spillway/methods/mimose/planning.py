@@ -75,11 +75,11 @@ class PublishedPlanning:
         return max(round(fit.at(size)), 0)
 
     def plan(self, size: InputSize, available: Bytes) -> BlockPlan:
-        """Algorithm 1 as `Options.reading` has it. Raises ValueError before there is a sample of the whole model."""
-        learned, reading = self._learn(), self.options.reading
+        """Algorithm 1, on what the whole model is over. Raises ValueError before there is a sample of that."""
+        learned = self._learn()
         nbytes = [learned.nbytes(block, size) for block in range(len(learned.fits))]
-        whole = self.whole(size) if reading.excess == "whole-model" else sum(nbytes)
-        chosen = frozenset(select(nbytes, whole - available, reading).blocks)
+        whole = self.whole(size)
+        chosen = frozenset(select(nbytes, whole - available).blocks)
         return BlockPlan(
             size=size,
             actions=recomputing(chosen, len(nbytes)),
@@ -290,7 +290,7 @@ class SimulatedPlanning:
         seconds = seconds_of(forecast, chosen)
         if alike(forecast):
             return chosen, seconds  # Algorithm 1 would take the earliest too, and as many or too few
-        greedy = frozenset(select(forecast.saved, excess, self.options.reading).blocks)
+        greedy = frozenset(select(forecast.saved, excess).blocks)
         less = seconds_of(forecast, greedy)
         if less < seconds and highest(forecast, greedy, limit) <= available:
             return greedy, less
