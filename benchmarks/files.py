@@ -49,7 +49,6 @@ def run(size: Size, tell: Tell) -> Result:
             "characters. Checksums and counts of lines are done again. Or bytes are: cut, inserted, in another "
             "encoding, compressed, cut after compression. Once for each kind: a folder, a pipe, a device, an empty "
             "file, a compressed file that unpacks to more than is read.",
-            "Plan files are read by `spillway.ir.plan_files.read_plan` and verified, as no verb reads them.",
             *odd[:10],
         ),
     )  # fmt: skip

@@ -12,7 +12,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from itertools import product
 from pathlib import Path
 from random import Random
@@ -34,9 +34,8 @@ from spillway.costs.device_files import write_device
 from spillway.costs.roofline import timed
 from spillway.errors import SpillwayError
 from spillway.ir import Recorded, RunWriter, Step, write_step
-from spillway.ir.plan_files import read_plan, write_plan
 from spillway.report import html
-from spillway.simulation.plan_and_simulate import plan, report_of, simulate
+from spillway.simulation.plan_and_simulate import report_of, simulate
 from tests.cpu.mutations import SCRIPTS, changed_cells, changed_document, changed_lines, changed_source, odd_bytes
 from tests.pure.training_steps import training_step
 from tests.shared import without_page
@@ -172,15 +171,12 @@ def kinds_in(folder: Path) -> Sequence[Kind]:
     facts = {"batch": 3, "options": {"length": [1, 2]}}
     write_step(folder / "good.jsonl", Recorded(step=step, workload="small", size=3, facts=facts))
     write_device(folder / "good.json", DEVICES["a100"], {"key": 1})
-    made = plan(step, budget=1.0, method="swap")
-    write_plan(folder / "plan", made, {"method": "swap"})
-    stepped, device, planned = ((folder / name).read_bytes() for name in ("good.jsonl", "good.json", "plan"))
+    stepped, device = ((folder / name).read_bytes() for name in ("good.jsonl", "good.json"))
     trials, machine = cache_file(_KEY), measured._cache(measured._key(Path(tempfile.gettempdir())))
     return (
         Kind(name="run", whole=_run_file(folder, step), change=changed_lines, call=_report, share=4.0),
         Kind(name="step", whole=stepped, change=changed_lines, call=_step_verb, share=4.0),
         Kind(name="step, compressed", whole=gzip.compress(stepped), change=_compressed, call=_step_verb, ending=".gz"),
-        Kind(name="plan", whole=planned, change=changed_lines, call=partial(_read_plan, step=step), share=2.0),
         Kind(name="device", whole=device, change=changed_document, call=_device_verb, ending=".json", share=2.0),
         Kind(name="log", whole=_log(), change=changed_lines, call=_step_verb, ending=".log", share=2.0),
         Kind(name="log, zipped", whole=_zipped(_log()), change=_rezipped, call=_zip_verb, ending=".zip"),
@@ -331,14 +327,6 @@ def _step_verb(path: Path, random: Random) -> None:
 
 def _zip_verb(path: Path, random: Random) -> None:
     main(["simulate", f"{path}:{random.choice(('small', 'small.log', 'other'))}", "--budget", "0.7"])
-
-
-def _read_plan(path: Path, random: Random, *, step: Step) -> None:
-    try:
-        found = read_plan(path, random.choice((None, step)))
-    except OSError as error:
-        raise SpillwayError(f"{path}: {error.strerror}.") from error
-    print(found.plan, found.facts)
 
 
 def _device_verb(path: Path, random: Random) -> None:

@@ -13,7 +13,6 @@ import pytest
 import spillway
 from spillway.cli import main
 from spillway.ir import read_step
-from spillway.ir.plan_files import read_plan
 from spillway.methods import Planned
 from spillway.native import library
 from tests.architecture.documents import blocks, documents
@@ -124,7 +123,7 @@ def test_the_commands_about_recorded_steps_leave_what_their_page_says(
     assert "simulated" in Path("some.run.html").read_text("utf-8")
     assert json.loads(Path("trace.json").read_text("utf-8"))["traceEvents"]
     step = read_step("bert.jsonl.gz").step
-    method = Planned(read_plan("some.plan.jsonl", step).plan, step)
+    method = Planned(spillway.plan(step, budget=0.6, method="sqrt-n"), step)
     assert spillway.simulate(step, budget=0.6, method=method).status == "ok"
 
 

@@ -1,4 +1,4 @@
-"""Plans survive their file, and what is not theirs is told in a sentence."""
+"""Plans in their files, and as function and verb make them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ import pytest
 
 import spillway
 from spillway.cli import main
-from spillway.errors import BudgetError, FileFormatError, PlanRejected, SpillwayError, UnknownMethodError
+from spillway.errors import BudgetError, SpillwayError, UnknownMethodError
 from spillway.ir import Gap, Host, Plan, Recompute
-from spillway.ir.plan_files import read_plan, write_plan
+from spillway.ir.plan_files import write_plan
+from spillway.ir.reading import lines_of
+from spillway.ir.sealed import records_of
 from spillway.ir.step_files import Recorded, write_step
 from spillway.methods import LRU, Problem, SqrtN
 from spillway.methods.base import Absence
@@ -40,86 +42,29 @@ def written(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_plan_comes_back_as_it_was_and_verified(written: Path) -> None:
-    found = read_plan(written, STEP)
-    assert (found.plan, found.facts) == (PLAN, {"method": "by hand"})
+def lines(path: Path) -> list[dict[str, object]]:
+    """The records of a file, each of its lines sealed."""
+    return [record for _, record in records_of(path, lines_of(path), name="spillway-plan", version=1, what="a plan")]
+
+
+def test_a_plan_stands_in_its_file_gap_by_gap(written: Path) -> None:
+    header, *gaps = lines(written)
+    assert header["step"] == STEP.digest()
+    assert (header["allowed"], header["projected"], header["gaps"]) == (10 << 20, 10 << 20, 4)
+    assert header["facts"] == {"method": "by hand"}
+    assert gaps == [
+        {"value": 2, "gone": [3, 14], "home": "recompute", "ops": [1], "temporaries": 7},
+        {"value": 3, "gone": [4, 13], "home": "host"},
+        {"value": 4, "gone": [5, 12], "home": "host"},
+        {"value": 5, "gone": [6, 11], "home": "host"},
+    ]
     assert [path.name for path in written.parent.iterdir()] == ["plan.jsonl"]
 
 
-def test_held_leaves_come_back_too(tmp_path: Path) -> None:
-    plan = Plan(
-        step="x", allowed=1, projected=1, gaps=(Gap(value=1, start=1, end=2, home=Recompute(ops=(0,), held=(3,))),)
-    )
-    write_plan(tmp_path / "p", plan, {})
-    assert read_plan(tmp_path / "p").plan == plan
-
-
-def test_the_plan_of_another_step_is_refused(written: Path) -> None:
-    with pytest.raises(FileFormatError, match=r"line 1: the plan is for step [0-9a-f]{12}, and this is step"):
-        read_plan(written, linear_step(9))
-
-
-def test_a_plan_that_could_not_run_is_rejected(tmp_path: Path) -> None:
-    broken = Plan(
-        step=STEP.digest(), allowed=1 << 30, projected=1 << 30, gaps=(Gap(value=2, start=1, end=14, home=Host()),)
-    )
-    write_plan(tmp_path / "p", broken, {})
-    assert read_plan(tmp_path / "p").plan == broken
-    with pytest.raises(PlanRejected, match="gap-before-creation"):
-        read_plan(tmp_path / "p", STEP)
-
-
-def lines(path: Path) -> list[bytes]:
-    return path.read_bytes().splitlines(keepends=True)
-
-
-@pytest.mark.parametrize(
-    ("spoil", "sentence"),
-    [
-        (lambda found: [], "line 1: this is not the first line of a plan"),
-        (lambda found: [b'{"format":"spillway-run","version":2}\n'], "line 1: this is not the first line of a plan"),
-        (lambda found: [b'{"format":"spillway-plan","version":9}\n'], "line 1: written in version 9 of the format"),
-        (lambda found: found[:-1], "line 1: 3 gaps follow of the 4"),
-        (lambda found: [*found, found[-1]], "line 6: the line is damaged"),
-        (lambda found: [*found[:2], found[2].replace(b"13", b"14"), *found[3:]], "line 3: the line is damaged"),
-        (lambda found: [*found[:2], found[3], found[2], found[4]], "line 3: the line is damaged"),
-        (lambda found: [*found[:-1], found[-1][:20]], "line 5: the line is damaged"),
-    ],
-)
-def test_damage_is_told_with_its_line(written: Path, spoil, sentence: str) -> None:  # type: ignore[no-untyped-def]
-    written.write_bytes(b"".join(spoil(lines(written))))
-    with pytest.raises(FileFormatError) as caught:
-        read_plan(written)
-    assert sentence in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "record",
-    [
-        {"value": 1, "gone": [3], "home": "host"},
-        {"value": 1, "gone": [3, 2], "home": "host"},
-        {"value": 1, "gone": [1, 2], "home": "attic"},
-        {"value": 1, "gone": [1, 2], "home": "recompute", "ops": ["1"], "temporaries": 0},
-        {"value": 1, "gone": [1, 2], "home": "packed"},
-    ],
-)
-def test_a_sealed_line_that_is_no_gap_is_refused(tmp_path: Path, record: dict[str, object]) -> None:
-    from spillway.ir.sealed import encoded, seal
-
-    header = {
-        "format": "spillway-plan",
-        "version": 1,
-        "step": "x",
-        "allowed": 1,
-        "projected": 1,
-        "gaps": 1,
-        "facts": {},
-    }
-    first, checksum = seal(encoded(header), 0)
-    second, _ = seal(encoded(record), checksum)
-    (tmp_path / "p").write_bytes(first + second)
-    with pytest.raises(FileFormatError, match="line 2"):
-        read_plan(tmp_path / "p")
+def test_held_leaves_are_told_too(tmp_path: Path) -> None:
+    gap = Gap(value=1, start=1, end=2, home=Recompute(ops=(0,), held=(3,)))
+    write_plan(tmp_path / "p", Plan(step="x", allowed=1, projected=1, gaps=(gap,)), {})
+    assert lines(tmp_path / "p")[1]["held"] == [3]
 
 
 # spillway.plan and `spillway plan`
@@ -177,8 +122,13 @@ def test_the_verb_writes_a_plan_that_fits_its_step(tmp_path: Path, capsys: pytes
     assert told["plain_seconds"] == pytest.approx(17e-3)
     assert told["projected_bytes"] <= told["budget_bytes"] == STEP.plain_peak() * 7 // 10
     assert told["recomputed_ops"] == 3
-    found = read_plan(output, STEP)
-    assert (found.facts["method"], found.facts["device"]) == ("sqrt-n", "v100-pcie")
+    header, *gaps = lines(output)
+    made = spillway.plan(STEP, budget=0.7, method="sqrt-n", device="v100-pcie")
+    assert header["step"] == made.step
+    assert [(gap["value"], gap["gone"]) for gap in gaps] == [(gap.value, [gap.start, gap.end]) for gap in made.gaps]
+    facts = header["facts"]
+    assert isinstance(facts, dict)
+    assert (facts["method"], facts["device"]) == ("sqrt-n", "v100-pcie")
     assert run("plan", str(path), *options) == 0
     assert "3 ops again" in capsys.readouterr().out
 

@@ -73,8 +73,8 @@ def buckets_of(nbytes: Sequence[Bytes], by_bytes: Sequence[int]) -> list[list[in
 
 
 def _nearest(buckets: Sequence[Sequence[int]], nbytes: Sequence[Bytes], excess: Bytes) -> tuple[int, int]:
-    """Lines 17 and 21: the bucket "nearest to the excess", so the smallest, in which a block covers it, and the place of
-    the earliest that does."""
+    """Lines 17 and 21: the bucket "nearest to the excess", so the smallest, in which a block covers it, and the place
+    of the earliest that does."""
     return next(
         (at, within)
         for at in range(len(buckets) - 1, -1, -1)
