@@ -91,11 +91,11 @@ class SimulatedBench(AbstractBench):
         step = self._steps.at(size)
         match way.action:
             case None:
-                return GraphRewrite(step=self._step(size), waiting=(), full=0, packed=0)
+                return GraphRewrite(step=self._step(size), waiting=())
             case Action.OFFLOAD:
                 step = self._step(size)
                 kept = kept_for_backward(step, lives_of(step), step.saved)
-                return GraphRewrite(step=step, waiting=tuple(one.value for one in kept), full=0, packed=0)
+                return GraphRewrite(step=step, waiting=tuple(one.value for one in kept))
             case Action.COMPRESS | Action.COMPRESS_OFFLOADED:
                 done = compressed(step)
             case Action.RECOMPUTE | Action.RECOMPUTE_OFFLOADED:

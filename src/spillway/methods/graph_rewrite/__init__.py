@@ -36,7 +36,6 @@ from spillway.methods.actions import check_bits
 from spillway.methods.graph_rewrite.again import run_again, second_runs
 from spillway.methods.graph_rewrite.packs import PACK, UNPACK, Packer
 from spillway.methods.graph_rewrite.saved_values import SavedInBlocks
-from spillway.units import Bytes
 
 
 @final
@@ -48,15 +47,6 @@ class GraphRewrite:
     waiting: tuple[ValueId, ...]
     """What waits for the backward in place of what blocks save: packed storages, inputs of blocks, results of ops that
     do not run again. Methods that swap besides move these."""
-    full: Bytes
-    """Bytes of the storages that are packed."""
-    packed: Bytes
-    """Bytes of what becomes of them."""
-
-    @property
-    def lossy(self) -> bool:
-        """Whether anything is packed; what comes back may have other bits."""
-        return self.packed > 0
 
 
 def compressed(step: Step, *, bits: int = 4) -> GraphRewrite:
@@ -107,10 +97,7 @@ def run_twice(step: Step, *, bits: int | None = None, keeps: Callable[[Op], bool
 
 def _done(packer: Packer, waiting: list[ValueId]) -> GraphRewrite:
     saved = dict.fromkeys([*packer.blocks.saved_in_full(), *waiting])
-    return GraphRewrite(
-        step=packer.draft.build(list(saved)), waiting=tuple(waiting), full=packer.full,
-        packed=sum(found.nbytes for found in packer.packs.values()),
-    )  # fmt: skip
+    return GraphRewrite(step=packer.draft.build(list(saved)), waiting=tuple(waiting))
 
 
 __all__ = ["PACK", "UNPACK", "GraphRewrite", "compressed", "run_twice"]

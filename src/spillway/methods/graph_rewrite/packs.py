@@ -37,7 +37,6 @@ class Packer:
         self.blocks, self.draft = blocks, Draft(blocks.step)
         self.packs: dict[StorageId, PackedStorage] = {}
         """By the storage, in the order of packing."""
-        self.full: Bytes = 0
         self._bits = bits
         self._last: dict[int, Position] = {}
         """Of calls: where they pack what they pack last."""
@@ -66,7 +65,6 @@ class Packer:
             call.end, PACK, Phase.FORWARD, [value], [form], module=call.name, traffic=pack_traffic(nbytes, packed),
             replayable=False,
         )  # fmt: skip
-        self.full += nbytes
         self.packs[storage] = PackedStorage(
             storage=storage, value=value, form_storage=form_storage, form=form, nbytes=packed
         )
