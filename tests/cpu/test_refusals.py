@@ -18,7 +18,7 @@ import spillway
 from spillway.engines.tensors.optimizers import NUMBERS
 from spillway.engines.tensors.tally import Tally
 from spillway.errors import BudgetInfeasible
-from spillway.session.needs import needs_of
+from spillway.session.needs import Needs
 from spillway.session.tensor_session import TensorSession
 from spillway.units import Bytes
 from tests.cpu import block_refusal_cases, refusal_cases
@@ -376,7 +376,7 @@ def test_what_an_update_takes_is_told(name: str, form: dict[str, Any], shapes: t
     for _ in range(2):
         for one in parameters:
             one.grad = torch.ones_like(one)
-        told = needs_of([optimizer])
+        told = Needs().of(optimizer)
         assert 0 <= told.state + told.working - taken(optimizer.step) <= NUMBERS
 
 
@@ -388,7 +388,7 @@ def test_of_parameters_whose_state_is_there_an_update_adds_none(name: str, form:
     for updated in (parameters[:2], parameters):
         for one in updated:
             one.grad = torch.ones_like(one)
-        told = needs_of([optimizer])
+        told = Needs().of(optimizer)
         took = taken(optimizer.step)
     assert 0 <= told.state + told.working - took <= NUMBERS
 
@@ -457,7 +457,7 @@ def test_what_an_update_with_lbfgs_takes_is_told(iterations: int, size: int, sea
             return sum(float(torch.dot(one.grad.view(-1), one.view(-1))) for one in parameters if one.grad is not None)
 
     for _ in range(4):
-        told = needs_of([optimizer])
+        told = Needs().of(optimizer)
         now = taken(lambda: optimizer.step(closure))
         assert (
             0

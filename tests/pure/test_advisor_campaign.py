@@ -312,7 +312,7 @@ def test_accumulating_is_not_offered_for_a_method_that_is_faster_per_sample_or_d
 def test_a_measured_step_decides_whether_accumulating_gives_the_same(measured: float, says: str) -> None:
     best = Best(size=80, throughput=10.0)
     offered = Accumulation(
-        method="checkpoint", best=best, plain=Best(size=8, throughput=5.0), micro=8, count=10, least=5.0, most=11.0,
+        method="checkpoint", best=best, micro=8, count=10, least=5.0, most=11.0,
         measured=measured, seen="measured",
     )  # fmt: skip
     assert says in offered.sentence()

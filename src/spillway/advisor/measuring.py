@@ -198,7 +198,7 @@ def _session(workload: Workload, way: Way, spill_directory: str | None) -> Itera
     if way.action is None:
         yield None
         return
-    method = Checkpoint(way.action, bits=way.bits, waits=way.waits)
+    method = Checkpoint(way.action, waits=way.waits)
     on_cuda = device_of([workload.model]).type == "cuda"
     session = manage(
         workload.model, workload.optimizers, budget=ROOMY, method=method, blocks=BlockOptions(lossy=way.lossy),

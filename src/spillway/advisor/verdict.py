@@ -542,8 +542,6 @@ class Accumulation:
     method: str
     """Which wins."""
     best: Best
-    plain: Best
-    """That of plain training without accumulating."""
     micro: int
     """Samples of a micro-batch."""
     count: int
@@ -611,7 +609,7 @@ def accumulation_of(rows: Sequence[Row], gradient_bytes: Bytes) -> Accumulation 
     size = int(micro)
     shared = count * (cost.seconds(size) - cost.delta) + cost.delta
     return Accumulation(
-        method=best.method, best=best.predicted, plain=plain.predicted, micro=size, count=count,
+        method=best.method, best=best.predicted, micro=size, count=count,
         least=cost.throughput(size), most=count * size / shared, seen=best.experiment.seen,
     )  # fmt: skip
 

@@ -25,8 +25,6 @@ class Way:
     name: str
     action: Action | None
     """What becomes of every block; None for plain training, without a session."""
-    bits: int = 4
-    """An element, of what is quantized."""
     waits: bool = False
     """Whether compute waits for every copy."""
     micro: int = 0

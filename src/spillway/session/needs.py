@@ -4,7 +4,6 @@ recomputed, and the step of an optimizer."""
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -40,12 +39,6 @@ class Call(NamedTuple):
     """Its arguments; of tensors only shape, strides, dtype and device count."""
     gradients: Mapping[str, Bytes]
     """Of parameters that have one by then, by their names."""
-
-
-@unseen()
-def needs_of(optimizers: Sequence[torch.optim.Optimizer]) -> Update:
-    """Of several optimizers that step one after the other; a bound of one that does not run on such tensors."""
-    return functools.reduce(Update.beside, (update_of(one) or assumed(one) for one in optimizers), Update())
 
 
 @final
