@@ -137,10 +137,6 @@ class _Pairs:
         return max(0, *(-(-_dot(over, shape.features(size)) // under) for over, under, shape in self.laws))
 
 
-Answering: TypeAlias = Parabola | _Line | _Rivals | _Pairs
-"""Laws that have an answer for every size."""
-
-
 @final
 @dataclass(frozen=True, slots=True)
 class _Surface:

@@ -13,7 +13,6 @@ from spillway.methods.by_block import BlockPlan, BlockSample, Forecast, InputSiz
 from spillway.methods.mimose.choices import Options
 from spillway.methods.mimose.estimator import (
     Estimate,
-    Estimates,
     Laws,
     Quadratic,
     Quadratics,
@@ -299,8 +298,10 @@ class SimulatedPlanning:
     def _forecast(self, size: InputSize, *, turn: Bytes, rest: Bytes) -> Forecast:
         if self._blocks is None:
             fits = [fit_quadratic(list(times.items()), batched=self.options.batched) for times in self._times]
-            estimates, times = Estimates([*self._saved, *self._working]), Quadratics(fits)
-            self._blocks = lru_cache(maxsize=REMEMBERED)(lambda size: (estimates.at(size), times.at(size)))
+            estimates, times = [*self._saved, *self._working], Quadratics(fits)
+            self._blocks = lru_cache(maxsize=REMEMBERED)(
+                lambda size: ([one.at(size) for one in estimates], times.at(size))
+            )
         nbytes, seconds = self._blocks(size)
         blocks = len(self._saved)
         return Forecast(
