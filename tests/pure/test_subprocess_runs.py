@@ -46,7 +46,7 @@ REQUEST = RunRequest(workload="w", seed=0, steps=3, method="lru", budget_bytes=1
 def result(*, losses: tuple[float, ...] = (4.0, 3.0, 2.0), state: str = "same", report: StepReport | None) -> RunResult:
     seconds = (9.0, 1.0, 3.0)
     steps = [StepDone(seconds=s, loss=loss, report=report) for s, loss in zip(seconds, losses, strict=False)]
-    return RunResult(peak_rss_bytes=120, state=state, losses=[loss.hex() for loss in losses], steps=steps)
+    return RunResult(peak_rss_bytes=120, state=state, steps=steps)
 
 
 PLAIN = result(report=None)

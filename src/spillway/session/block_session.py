@@ -630,10 +630,10 @@ class _Step(AbstractStep):
         self._evaluates: torch.optim.Optimizer | None = None
         """The one that is updating, and may call its closure again."""
         self._lost: str | None = None
+        """What could not be put back, once that was tried."""
         self._unheard: Bytes = 0
         """Bytes of small buffers that the step has put others in the place of, as observers do: nobody hears that they
         are gone, which depends on where the others lie."""
-        """What could not be put back, once that was tried."""
         self._updates: list[Kept] = []
         """Optimizers that have begun, as long as blocks are watched."""
         self._watched: tuple[Kept, Bytes] | None = None

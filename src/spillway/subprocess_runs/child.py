@@ -34,8 +34,8 @@ def main(connection: Connection, request: RunRequest) -> None:
         memory = PeakMemory()
         workload = get(request.workload, seed=request.seed)
         with _session(request, workload, batches) as session:
-            losses, peak = _train(workload, batches, session, memory, connection)
-        connection.send(RunResult(peak_rss_bytes=peak, state=_digest(workload), losses=losses))
+            peak = _train(workload, batches, session, memory, connection)
+        connection.send(RunResult(peak_rss_bytes=peak, state=_digest(workload)))
     except SpillwayError as error:
         connection.send(as_sent(error))
 
@@ -76,23 +76,21 @@ def _session(request: RunRequest, workload: Workload, batches: list[Batch]) -> I
 
 def _train(
     workload: Workload, batches: list[Batch], session: Session | None, memory: PeakMemory, connection: Connection
-) -> tuple[list[str], Bytes]:
-    """Train one step per batch. Returns the exact losses and the highest resident set above the start."""
-    losses: list[str] = []
+) -> Bytes:
+    """Train one step per batch. Returns the highest resident set above the start."""
     peak = 0
-    for batch in batches:
+    for number, batch in enumerate(batches):
         began = time.perf_counter()
         with nullcontext() if session is None else session.step(batch):
-            with told(f"Step {len(losses)} of the workload {workload.name}"):
+            with told(f"Step {number} of the workload {workload.name}"):
                 loss = float(workload.train_step(batch))
             if session is not None:
                 session.log(loss=loss)
         seconds = time.perf_counter() - began
-        losses.append(loss.hex())
         peak = max(peak, memory.above_start())
         report = None if session is None else session.history[-1]
         connection.send(StepDone(seconds=seconds, loss=loss, report=report))
-    return losses, peak
+    return peak
 
 
 def _digest(workload: Workload) -> str:

@@ -66,8 +66,6 @@ class RunResult:
     """The highest resident set above that of the process before it built the model; 0 where the system does not say."""
     state: str
     """SHA-256 of parameters, buffers, gradients, optimizer state and random streams at the end."""
-    losses: list[str]
-    """The loss of every step, exactly, as `float.hex` writes it."""
     steps: tuple[StepDone, ...] = ()
     """What the process told after every step."""
 
@@ -75,6 +73,11 @@ class RunResult:
     def reports(self) -> list[StepReport]:
         """What the session measured; empty for a plain run."""
         return [step.report for step in self.steps if step.report is not None]
+
+    @property
+    def losses(self) -> list[str]:
+        """The loss of every step, exactly, as `float.hex` writes it; one that is no number equals another one so."""
+        return [step.loss.hex() for step in self.steps]
 
     @property
     def seconds(self) -> list[Seconds]:
