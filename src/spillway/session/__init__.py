@@ -8,7 +8,7 @@ import functools
 import inspect
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack, cast
 
 import torch
 
@@ -22,7 +22,7 @@ from spillway.memory.budget import UNLIMITED
 from spillway.methods import LRU, METHODS, AbstractPlanner, AbstractPolicy, resolve
 from spillway.methods.by_block import AbstractBlockMethod
 from spillway.session.abstract_session import Session, header
-from spillway.session.auto_session import auto_session
+from spillway.session.auto_session import AutoSession
 from spillway.session.block_session import BlockSession
 from spillway.session.inputs import Models, Optimizers, check_models, modules_of, several, unwrapped
 from spillway.session.options import BlockOptions, ManageOptions, ReportOptions, SpillOptions
@@ -105,7 +105,9 @@ def manage(
                 spill=spill, blocks=dataclasses.replace(blocks, page=pages or (blocks.page and not sharded)),
             )  # fmt: skip
             storages = functools.partial(opened, LRU(), lambda _: writer)
-            session = auto_session(models, by_block, storages, allowed) if falls_back else by_block(allowed)
+            session = (
+                cast(Session, AutoSession(models, by_block, storages, allowed)) if falls_back else by_block(allowed)
+            )
         else:
             told = functools.partial(tensor_header, allowed, return_freed=spill.return_freed)
             session = opened(decides, lambda engine: _writer(report, told(engine), undo), allowed)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Final, Self, cast, final
+from typing import Any, Final, Self, final
 
 import torch
 
@@ -105,13 +105,3 @@ class AutoSession:
 
 
 Session.register(AutoSession)
-
-
-def auto_session(
-    models: Sequence[torch.nn.Module],
-    blocks: Callable[[Bytes], BlockSession],
-    storages: Callable[[Bytes], Session],
-    allowed: Bytes,
-) -> Session:
-    """See `AutoSession`."""
-    return cast(Session, AutoSession(models, blocks, storages, allowed))

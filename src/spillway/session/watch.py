@@ -390,8 +390,10 @@ class StepWatch:
         return self._left
 
     def forward_is_over(self) -> None:
-        """Keep what the engine is about to forget."""
-        self._end_pass()
+        """Keep what the engine is about to forget. Calling it again does nothing."""
+        if self.passes and not self.passes[-1].calls:
+            self.passes[-1].calls = self._engine.reports
+            self.passes[-1].gradients = self._created(self.passes[-1].missing)
 
     def block_begins(self, number: int) -> Callable[[], None]:
         """Make room for what it saves, and works with, kept or not."""
@@ -759,11 +761,6 @@ class StepWatch:
                 self._trace.died(gone.address, gone.nbytes)
             self._trace.mark()
 
-    def _end_pass(self) -> None:
-        if self.passes and not self.passes[-1].calls:
-            self.passes[-1].calls = self._engine.reports
-            self.passes[-1].gradients = self._created(self.passes[-1].missing)
-
     def _created(self, missing: set[int]) -> list[Bytes]:
         """By call: gradients of parameters that had none; those of a module that is called again by its last call."""
         found = []
@@ -782,7 +779,7 @@ class StepWatch:
                 self._engine.when_freed.remove(self._trace.freed)
             self.windows = self._trace.stop()
             self._trace, self._stopped = None, time.perf_counter()
-        self._end_pass()
+        self.forward_is_over()
 
     @property
     def traced(self) -> bool:

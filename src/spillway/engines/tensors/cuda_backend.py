@@ -98,7 +98,7 @@ class CudaBackend(AbstractBackend):
         self.settings = GENERAL + CUDA
         self.now = self.clock = DeviceClock(streams)
         self.moment, self.when = streams.moment, streams.when
-        self._machine.cost_of = self.clock.seconds_of
+        self._machine.seconds_of = self.clock.seconds_of
         self._engine: AbstractTensorEngine | None = None
         self._limited = False
         self._lanes: OnDevice | None = None

@@ -191,7 +191,7 @@ class CudaMachine:
         """Where giving bytes takes memory twice for a moment: the largest storage that was dropped."""
         self.spare: Callable[[], Bytes] = lambda: _PROBED
         """Bytes of device memory that may be taken for a moment."""
-        self.cost_of: Callable[[Recipe], Seconds] = lambda recipe: recipe.seconds
+        self.seconds_of: Callable[[Recipe], Seconds] = lambda recipe: recipe.seconds
         """Seconds that an op takes on the device."""
         pool.make_free = self._free_cooled
         self._leaving: list[tuple[HostCopy, torch.UntypedStorage]] = []  # sources of copies out that may be under way
@@ -376,10 +376,6 @@ class CudaMachine:
     def transfer_seconds(self, nbytes: Bytes) -> Seconds:
         """Seconds to copy `nbytes` out and in, by the bandwidth that was measured, if it was, or else a likely one."""
         return nbytes * self._seconds_per_byte
-
-    def seconds_of(self, recipe: Recipe) -> Seconds:
-        """As long as it took, measured with the device."""
-        return self.cost_of(recipe)
 
     @property
     def overlaps(self) -> bool:
