@@ -402,7 +402,7 @@ class _Schedule:
 
     def __init__(self, problem: Problem, touches: Touches, cuts: Cuts, room: Bytes, *, double_buffer: bool) -> None:
         self._step, self._device = problem.step, problem.device
-        self._touches, self._cuts, self._room = touches, cuts, room
+        self._cuts, self._room = cuts, room
         self._double_buffer = double_buffer
         self._nbytes: list[Bytes] = touches.nbytes.tolist()
         self._until: list[int] = touches.until.tolist()

@@ -171,8 +171,6 @@ class AbstractPools(AbstractAllocator):
         super().__init__(limit)
         self._small, self._large = small, large
         self._top = 0
-        self.retries = 0
-        """How often idle segments were given back."""
 
     @abstractmethod
     def _place_of(self, nbytes: Bytes) -> tuple[BestFit, Bytes, Bytes]:
@@ -197,7 +195,6 @@ class AbstractPools(AbstractAllocator):
 
     def _new_segment(self, pool: BestFit, nbytes: Bytes, asked: Bytes) -> None:
         if self.limit is not None and self.reserved + nbytes > self.limit:
-            self.retries += 1
             for one in (self._small, self._large):
                 self.reserved -= sum(map(one.remove_whole, one.whole_segments()))
         self._reserve(nbytes, asked)

@@ -100,10 +100,9 @@ class CallReport:
     """Those of them that are results and no arguments: held by the next block as well, where there is one."""
     leaving_bytes: Bytes = 0
     """Of `own_bytes`, those that leave where the block is offloaded."""
-    argument_bytes: Bytes = 0
-    """Storages of the tensors that the block was called with."""
     inputs: tuple[tuple[int, Bytes], ...] = ()
-    """Of these, storages that may leave where the block is recomputed: by what tells one from another, with bytes."""
+    """Storages that it was called with and that may leave where it is recomputed: by what tells one from another, with
+    bytes."""
     kept_bytes: Bytes = 0
     """Storages that a selective action keeps, or sends away, for the second run; without arguments and results."""
     beside_bytes: Bytes = 0

@@ -440,7 +440,6 @@ class BlockCall:
             saved.pinned = saved.pinned or saved.address() in fixed
         alive = storages(living)
         self.report.saved_bytes = sum(alive.values())
-        self.report.argument_bytes = sum(arguments.values())
         differentiable = {one.key for one in self.arguments() if one.needs_grad}
         self.report.inputs = tuple((key, nbytes) for key, nbytes in arguments.items() if key in differentiable)
         if self.selection is not None:
