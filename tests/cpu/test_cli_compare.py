@@ -109,6 +109,7 @@ def test_where_there_is_no_terminal_progress_is_a_line_a_row(spillway: Command) 
         (("step.jsonl", "--budgets", "half"), "'half' is no budget; write for example '0.5x' (of the plain peak)"),
         (("step.jsonl", "--device", "abacus"), "There is no device 'abacus'; choose one of here, "),
         (("missing.jsonl",), "missing.jsonl: No such file or directory."),
+        (("resnet",), "resnet: No such file or directory. `spillway record resnet -o step.jsonl` records a step of"),
         (("bad.jsonl",), "bad.jsonl, line 1: "),
         (("step.jsonl", "-o", "missing/page.html"), "missing/page.html cannot be written"),
         (("step.jsonl", "--png", "."), ". is a directory and cannot be written as a file."),

@@ -148,4 +148,6 @@ def naming(path: Path | str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise SpillwayError(f"{path}: {error.strerror or error}.") from error
+        way = f" `spillway record {path} -o step.jsonl` records a step of that workload."
+        hint = way if isinstance(error, FileNotFoundError) and str(path) in WORKLOADS else ""
+        raise SpillwayError(f"{path}: {error.strerror or error}.{hint}") from error
