@@ -24,7 +24,7 @@ from spillway.engines.tensors.cpu_machine import CpuMachine
 from spillway.errors import BudgetInfeasible
 from spillway.ir import Plan, Step
 from spillway.methods import AbstractPlanner, Planned, Problem, Window
-from spillway.native.arena import Arena
+from spillway.native.arena import Arena, counts, reset_peaks
 from spillway.recording.steps import record_step
 from spillway.session.planned_steps import MOST_RECORDINGS, SERVED
 from spillway.session.tensor_session import TensorSession
@@ -436,6 +436,23 @@ def test_a_plan_that_breaks_a_rule_is_not_followed() -> None:
     assert found.planned == [None] * STEPS
     assert len(found.told) == 1
     assert difference(found.state, plain("mlp")[0]) is None
+
+
+def test_the_link_is_measured_in_the_room_that_a_step_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain_peak = plain("mlp")[2]
+    measured: list[int] = []
+    measure = CpuMachine.measure_link
+
+    def measuring(machine: CpuMachine) -> None:
+        reset_peaks()
+        before, room = counts().live, machine.budget.allowed - machine.budget.resident
+        measure(machine)
+        measured.append(room)
+        assert counts().peak_live - before <= -(-room // 4096) * 4096
+
+    monkeypatch.setattr(CpuMachine, "measure_link", measuring)
+    trained("mlp", "window", int(plain_peak * 0.34))
+    assert min(measured) < 1 << 20, "there was always room"
 
 
 def test_a_planner_is_given_as_it_is() -> None:

@@ -99,9 +99,9 @@ class CpuBackend(AbstractBackend):
         self._engine, self._controller = engine, engine.controller
         copies_beside = engine.foresees or (engine.controller.policy.follows and engine.budget.limited)
         self._measures_link = copies_beside
+        self._machine.budget = engine.budget
         if self._arena is not None and engine.budget.limited:
             self._op_memory = self._machine.op_memory = OpMemory(self.tier.directory)
-            self._machine.budget = engine.budget
             self.unwatched = self._op_memory
             self.workspaces = Workspaces(OpMeter(self._op_memory), frozenset(), required=False)
         if self._arena is not None:

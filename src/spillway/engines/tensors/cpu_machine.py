@@ -37,7 +37,7 @@ UNREADABLE_RANGE: Final = 1 << 40
 
 _PROBE: Final = 1 << 20
 _PROBES: Final = 4
-"""Bytes of a copy that measures the link, and how many there are."""
+"""Bytes of a copy that measures the link at most, and how many there are."""
 
 _CPU: Final = torch.device("cpu")
 
@@ -259,12 +259,16 @@ class CpuMachine:
         return self.tier.io == "direct" or len(os.sched_getaffinity(0)) > torch.get_num_threads()
 
     def measure_link(self) -> None:
-        """Copy a little out and in; the disk tier keeps account of how long copies take."""
+        """Copy a little out and in, as far as the budget has room for that; the disk tier keeps account of how long
+        copies take."""
+        nbytes = min(_PROBE, self.budget.allowed - self.budget.resident)
+        if nbytes <= 0:
+            return
         with memory_for("the copies that tell how quick the spill file is"):
-            scratch = fresh_storage(_PROBE)
+            scratch = fresh_storage(nbytes)
         with contextlib.suppress(SpillError):  # whoever needs the room will hear of it
             for _ in range(_PROBES):
-                slot = self.tier.write(scratch.data_ptr(), _PROBE)
+                slot = self.tier.write(scratch.data_ptr(), nbytes)
                 self.tier.read(slot, scratch.data_ptr())
                 self.tier.free(slot)
 
