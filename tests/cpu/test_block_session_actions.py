@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import spillway
-from spillway.errors import BudgetError, SpillDirectoryError, UsageError
+from spillway.errors import BudgetError, BudgetInfeasible, SpillDirectoryError, UsageError
 from spillway.methods import Action, Checkpoint
 from spillway.methods.actions import LOSSLESS
 from spillway.session.watch import StepWatch
@@ -128,6 +128,52 @@ def test_the_same_seed_trains_to_the_same_bits_twice_in_as_many_bits_as_are_aske
 def test_lossy_is_a_permission_and_changes_nothing_else() -> None:
     found, _ = trained(Action.RECOMPUTE, blocks=spillway.BlockOptions(lossy=True))
     assert found == run(Training(), None)
+
+
+class Residual(torch.nn.Module):
+    """Of what its blocks save, results of convolutions are a large part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = torch.nn.Conv2d(3, 16, 3, padding=1)
+        self.blocks = torch.nn.ModuleList(torch.nn.Sequential(*self._layers(), *self._layers()) for _ in range(4))
+
+    def _layers(self) -> list[torch.nn.Module]:
+        return [torch.nn.Conv2d(16, 16, 3, padding=1), torch.nn.BatchNorm2d(16), torch.nn.ReLU()]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return x.mean((2, 3))
+
+
+@pytest.mark.parametrize("share", [0.35, 0.5, 0.65, 0.8])
+def test_blocks_hold_results_only_as_far_as_every_other_can_be_recomputed_beside_them(share: float) -> None:
+    def steps(budget: int | None, method: str | Checkpoint) -> tuple[list[float], int]:
+        torch.manual_seed(0)
+        model, losses = Residual(), []
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        with spillway.manage(model, optimizer, budget=budget, method=method) as memory:
+            for x in torch.randn(4, 12, 3, 24, 24):
+                with memory.step(x):
+                    optimizer.zero_grad()
+                    loss = model(x).square().mean()
+                    loss.backward()  # type: ignore[no-untyped-call]
+                    optimizer.step()
+                    losses.append(loss.item())
+        return losses, max(report.peak_bytes for report in memory.history)
+
+    plain, most = steps(None, "keep-all")
+    budget = int(share * most)
+    try:
+        losses, peak = steps(budget, Checkpoint(Action.SELECTIVE))
+    except BudgetInfeasible as refusal:
+        assert refusal.exact
+        budget = refusal.smallest_budget
+        losses, peak = steps(budget, Checkpoint(Action.SELECTIVE))
+    assert losses == plain
+    assert peak <= budget
 
 
 class Uneven(torch.nn.Module):

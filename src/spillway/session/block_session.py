@@ -108,6 +108,9 @@ class _Family:
     """What steps took at most above what was there at each seam, until the next."""
     rises: dict[Shape, Bytes] = field(default_factory=dict)
     """What steps of these inputs took, at most, above what was there when they began."""
+    floors: dict[tuple[Shape, frozenset[str], Bytes], Bytes] = field(default_factory=dict)
+    """What forwards and backwards of these inputs are told to take with every block recomputed, beside the gradients of
+    these names, until optimizers have so much more state."""
     tried: dict[Shape, tuple[int, Bytes]] = field(default_factory=dict)
     """The same of steps in which recomputing every block was enough, and of how many forwards they were."""
 
@@ -856,6 +859,13 @@ class _Step(AbstractStep):
             return None
         slack = max(rise.now, rise.later) // SAMPLES + call.engine.print_bytes
         return rise._replace(sure=rise.sure and self.hears_all, state=self.state, slack=slack)
+
+    def floor(self, call: Call) -> Bytes:
+        key = self._dimensions, frozenset(call.gradients), self.state
+        if not self._dimensions or key not in self._family.floors:
+            rise = self.recomputing(call)
+            self._family.floors[key] = rise.most if rise is not None else 0
+        return self._family.floors[key]
 
     @property
     def hears_all(self) -> bool:

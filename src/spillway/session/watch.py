@@ -11,7 +11,8 @@ is read, and what the next block is expected to need is added. If that is too mu
  5. A block that was to keep results of its ops, which it holds on top while it runs, keeps none.
 
 What a block needs is what was measured above the level at its seams, where that is more than the plan's figures say. A
-selective block that has no room for its backward gives up what it kept.
+selective block that has no room for its backward gives up what it kept. Where nothing is forecast (`Checkpoint`), no
+more is held than leaves room for all other blocks to be recomputed, as told on tensors without content (`Pass.floor`).
 
 Only when more is taken than is allowed all the same is the step refused, where nobody lends it memory (NOTE [Lent] in
 `paging.py`); with `BlockOptions(page=True)` the next one like it runs inside the tensor engine, and so does the rest of
@@ -139,6 +140,9 @@ class Pass:
     """What each took, known when the next pass has begun or the step ended."""
     gradients: Sequence[Bytes] = ()
     """That the backward of each call has created."""
+    floor: Bytes = 0
+    """What is taken at most if every block is recomputed, where blocks hold something and nothing is forecast; 0
+    elsewhere, and where that cannot be told."""
 
     def knows(self, number: int) -> bool:
         """Whether it is forecast what a call needs."""
@@ -180,6 +184,9 @@ class Foresight(Protocol):
 
     def page_from_here(self) -> bool:
         """The same, where it is known not to fit."""
+
+    def floor(self, call: Call) -> Bytes:
+        """What `recomputing` tells, asked once for calls like this one; 0 where that cannot be told."""
 
     def rise(self, seam: Seam) -> Bytes:
         """What steps on inputs like this one took at most above what was there at a seam, until the next; 0 where that
@@ -318,6 +325,10 @@ class StepWatch:
                 return
             if self.unmeasured and not planned and decision.plan.only_recomputes:
                 self._foresee(*self._begins_with)
+            if forecast is None and decision.plan.otherwise in HOLDING:
+                level, call = self._begins_with
+                rise = self._foresight.floor(call)
+                self.passes[-1].floor = level + rise if rise else 0
 
     @unheard_by_modes
     def evaluation_begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -403,7 +414,7 @@ class StepWatch:
         now = self.passes[-1]
         needs, beside = self._going_forward(now, number)
         fits = self._make_room(needs + beside, number, known=now.knows(number))
-        if beside and not fits:
+        if (beside and not fits) or self._holds_too_much(now, number, max(now.holds.values(), default=0)):
             self._engine.keep_nothing()
             now.revoked.add(number)
         return partial(self._backward_reaches, len(self.passes) - 1, number)
@@ -421,6 +432,7 @@ class StepWatch:
             self._make_room(0, number)
         if now.decision.plan.action(number) in (*HOLDING, *RETURNING):
             now.revocable[number] = call
+        self._revoke(self._holds_too_much(now, number + 1))
         forecast = now.forecast
         if forecast is not None and number == len(forecast.saved) - 1:
             held = now.held(number + 1) + self._engine.leaving_bytes
@@ -592,6 +604,11 @@ class StepWatch:
                 taken = most
         self._refuse_above(self._least_taken(taken), number)
         return self._budget.short(needed) <= 0
+
+    def _holds_too_much(self, one: Pass, before: int, more: Bytes = 0) -> Bytes:
+        """By how much all calls before one hold too much, and one that is to hold so much more, for every other to be
+        recomputed beside them, where no forecast says so."""
+        return max(one.floor + one.held(before) + more - self._budget.allowed, 0) if one.floor else 0
 
     def _give_way(self, over: Bytes, running: HeldCall | None) -> None:
         """So many bytes are too many (see the note at the top)."""
