@@ -240,6 +240,27 @@ def test_a_forward_that_raises_leaves_the_session_usable() -> None:
     assert modules == list(workload.model.modules())
 
 
+def test_a_forward_within_torch_func_is_not_foreseen_and_runs_all_the_same() -> None:
+    def gradients(budget: int | None) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.Tanh())))
+        held = {name: one.detach() for name, one in model.named_parameters()}
+
+        def loss(parameters: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+            called: torch.Tensor = torch.func.functional_call(model, parameters, (x,))
+            return called.square().mean()
+
+        of_samples, found = torch.func.vmap(torch.func.grad(loss), (None, 0)), []
+        with spillway.manage(model, None, budget=budget, method="dynn-offload") as memory:
+            for x in torch.randn(3, 48, 64):
+                with memory.step(x):
+                    found += [one.mean(0) for one in of_samples(held, x).values()]
+        return found
+
+    for one, other in zip(gradients(3 << 20), gradients(None), strict=True):
+        assert torch.equal(one, other)
+
+
 def test_a_step_without_a_backward_is_a_forward_too() -> None:
     workload = workloads.get("var-bert", seed=0, **SIZES["var-bert"])
     with spillway.manage(

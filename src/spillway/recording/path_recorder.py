@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from threading import get_ident
 from typing import Any, Final, NamedTuple, final
 
@@ -173,7 +173,8 @@ class ForwardRecorder:
         if get_ident() != self._thread:
             return
         if forward.embedding is None and forward.running[-1].name == self._dynamism.embedding:
-            forward.embedding = _mean(next(iter(tensors_of(result)), None))
+            with suppress(Exception):  # nobody reads what torch.func wraps, for one: such a forward is not learned
+                forward.embedding = _mean(next(iter(tensors_of(result)), None))
         if len(forward.running) > 1:
             forward.running.pop()
 
