@@ -261,6 +261,38 @@ def test_a_forward_within_torch_func_is_not_foreseen_and_runs_all_the_same() -> 
         assert torch.equal(one, other)
 
 
+@pytest.mark.filterwarnings("ignore:.*could not be foreseen", "ignore:The PyTorch API of nested tensors")
+def test_an_evaluation_on_nested_tensors_within_a_step_runs_all_the_same() -> None:
+    class Encoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(50, 32)
+            self.layers = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, 0.0, batch_first=True), 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            padded = torch.arange(x.shape[1]) >= torch.arange(x.shape[1], 0, -4)[: len(x), None]
+            encoded: torch.Tensor = self.layers(self.embed(x), src_key_padding_mask=padded)
+            return encoded.nan_to_num()
+
+    def losses(budget: int | None) -> list[float]:
+        torch.manual_seed(0)
+        model, found = Encoder(), []
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        with spillway.manage(model, optimizer, budget=budget, method="dynn-offload") as memory:
+            for x in torch.randint(0, 50, (3, 8, 48)):
+                with memory.step(x):
+                    optimizer.zero_grad()
+                    model(x).square().mean().backward()
+                    optimizer.step()
+                    model.eval()
+                    with torch.no_grad():
+                        found.append(float(model(x).square().mean()))
+                    model.train()
+        return found
+
+    assert losses(2 << 20) == losses(None)
+
+
 def test_a_step_without_a_backward_is_a_forward_too() -> None:
     workload = workloads.get("var-bert", seed=0, **SIZES["var-bert"])
     with spillway.manage(

@@ -163,9 +163,10 @@ class ForwardRecorder:
         forward.calls[place] = call + 1
         forward.running.append(_Call(name, place, call))
         if forward.embedding is not None and args and isinstance(args[0], torch.Tensor):
-            shape = args[0].shape
-            if shape and shape[-1] == len(forward.embedding) and args[0].is_floating_point():
-                forward.state = weakref.ref(args[0])
+            with suppress(RuntimeError):  # nested tensors have no shape
+                shape = args[0].shape
+                if shape and shape[-1] == len(forward.embedding) and args[0].is_floating_point():
+                    forward.state = weakref.ref(args[0])
 
     @unheard
     def _leave(self, module: torch.nn.Module, args: Any, result: Any) -> None:
@@ -256,6 +257,7 @@ def _mean(tensor: torch.Tensor | None) -> Floats:
         return np.zeros(1, np.float32)
     with torch.no_grad(), unwatched():
         leading = list(range(tensor.dim() - 1))
-        whole = tensor.detach() if tensor.is_floating_point() else tensor.detach().to(torch.float32)
+        whole = tensor.detach().real if tensor.is_complex() else tensor.detach()
+        whole = whole if whole.is_floating_point() else whole.to(torch.float32)
         found = whole.mean(leading, dtype=torch.float32) if leading else whole.to(torch.float32)
         return np.array(found.cpu().numpy(), np.float32)
