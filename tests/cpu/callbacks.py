@@ -126,7 +126,7 @@ class Training:
 
     def manage(self, method: str) -> spillway.Session:
         """Under a budget under which much leaves."""
-        if method in TENSORS:
+        if method not in BLOCKS:
             return spillway.manage(self.model, self.optimizer, budget="230 KiB", method=method)
         blocks = ["0", "2", "3"]
         return spillway.manage(

@@ -23,7 +23,7 @@ from spillway.engines.tensors.cpu_machine import tensors_of
 from spillway.engines.tensors.ops import OpInfo
 from spillway.errors import UsageError
 from spillway.internals.dispatch_key import unwatched
-from spillway.internals.private import storage_address, storage_of, unheard
+from spillway.internals.private import storage_address, storage_of, unheard, unheard_by_modes
 from spillway.pilots.architecture import Architecture, control_statements
 from spillway.pilots.idioms import folded
 from spillway.pilots.paths import Dynamism, Floats, OpSignature, ParameterStorage, PathOp, Site
@@ -152,6 +152,7 @@ class ForwardRecorder:
             stack.callback(register_module_forward_hook(self._leave, always_call=True).remove)
             yield
 
+    @unheard_by_modes
     @unheard
     def _enter(self, module: torch.nn.Module, args: Any) -> None:
         if get_ident() != self._thread:
@@ -168,6 +169,7 @@ class ForwardRecorder:
                 if shape and shape[-1] == len(forward.embedding) and args[0].is_floating_point():
                     forward.state = weakref.ref(args[0])
 
+    @unheard_by_modes
     @unheard
     def _leave(self, module: torch.nn.Module, args: Any, result: Any) -> None:
         forward = self.forward

@@ -41,7 +41,7 @@ from spillway.engines.tensors.ops import OpInfo
 from spillway.engines.tensors.torch_compile import begin_eagerly, end_eagerly
 from spillway.errors import UsageError
 from spillway.internals.dispatch_key import Handler, Watcher, watcher_here
-from spillway.internals.private import unheard
+from spillway.internals.private import unheard, unheard_by_modes
 from spillway.ir import Kind, Op, Phase, Saving, Step, ValueId
 from spillway.memory.records import NEVER, Storage
 from spillway.recording.formulas import flops_of, shape_of, traffic_of
@@ -369,6 +369,7 @@ class Recorder:
             info = self._infos[func] = OpInfo(func)
         return info
 
+    @unheard_by_modes
     def _guarded(self, write: Callable[[], T]) -> T | None:
         """In a step of the user's nothing that goes wrong here may be seen."""
         if self.failure is not None:

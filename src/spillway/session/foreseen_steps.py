@@ -30,7 +30,7 @@ from spillway.engines.tensors.abstract import Around, Known
 from spillway.engines.tensors.tensor_engine import TensorEngine
 from spillway.errors import FileFormatError
 from spillway.internals.dispatch_key import Handler
-from spillway.internals.private import unheard
+from spillway.internals.private import unheard, unheard_by_modes
 from spillway.memory.records import Storage
 from spillway.methods.dynn_offload import DynnOffload
 from spillway.pilots.architecture import Architecture
@@ -291,6 +291,7 @@ class ForeseenSteps:
             self._say(error)
         self._steps += 1
 
+    @unheard_by_modes
     def _update_begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         later = [*dropwhile(lambda one: one is not optimizer, self._optimizers)]
         updated = self._updated(later, all_have_gradients=False)
