@@ -116,7 +116,7 @@ def step(model: Any, optimizer: Any, batch: Tensor) -> None:
     optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("method", ["lru", "checkpoint"])
+@pytest.mark.parametrize("method", ["lru", "checkpoint", "dynn-offload"])
 def test_every_update_is_a_step_and_evaluation_is_none(method: str) -> None:
     model, optimizer = small()
     with AutomaticSteps(model, optimizer, budget="1GiB", method=method) as steps:

@@ -84,10 +84,14 @@ class ForeseenSteps:
         self._sizes: tuple[float, ...] = ()
         self._structure: tuple[float, ...] = ()
         self._steps = 0
-        self._over, self._told = True, False
+        self._over, self._told, self._running = True, False, False
         self._asked = -2
         self._ends: list[Seconds] = []
         self._clock: Callable[[], Seconds] = time.perf_counter
+        self._hooks = ExitStack()
+        for optimizer in optimizers:  # a step may end in such a hook, when none can be taken away
+            self._hooks.callback(optimizer.register_step_pre_hook(self._update_begins).remove)
+            self._hooks.callback(optimizer.register_step_post_hook(self._update_ended).remove)
 
     def _loaded(self) -> TrainedPilot | None:
         """The pilot of the policy's file, if it is one of this network."""
@@ -125,10 +129,7 @@ class ForeseenSteps:
             return
         self._open.callback(self._let_go)
         self._open.enter_context(self._recorder.watching())
-        for optimizer in self._optimizers:
-            self._open.callback(optimizer.register_step_pre_hook(self._update_begins).remove)
-            self._open.callback(optimizer.register_step_post_hook(self._update_ended).remove)
-        self._engine.recorded = self._around
+        self._engine.recorded, self._running = self._around, True
 
     def end(self) -> None:
         """When the engine has ended it. Calling it again does nothing."""
@@ -152,10 +153,11 @@ class ForeseenSteps:
 
     def close(self) -> None:
         """Nobody learns any more. Calling it again does nothing."""
+        self._hooks.close()
         self._learner.shutdown(wait=os.getpid() == self._process, cancel_futures=True)
 
     def _let_go(self) -> None:
-        self._engine.recorded = None
+        self._engine.recorded, self._running = None, False
 
     def _wait(self) -> None:
         """For what is being learned."""
@@ -293,6 +295,8 @@ class ForeseenSteps:
 
     @unheard_by_modes
     def _update_begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if not self._running:
+            return
         later = [*dropwhile(lambda one: one is not optimizer, self._optimizers)]
         updated = self._updated(later, all_have_gradients=False)
         self._policy.begin_update(self._engine.controller.clock + 1, list(updated))
