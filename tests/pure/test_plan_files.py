@@ -133,6 +133,28 @@ def test_the_verb_writes_a_plan_that_fits_its_step(tmp_path: Path, capsys: pytes
     assert "3 ops again" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (("plan", "resnet", "--budget", "0.7", "--method", "swap"), True),
+        (("simulate", "resnet", "--budget", "0.7"), True),
+        (("compare", "resnet"), True),
+        (("report", "resnet"), False),
+        (("pilot", "show", "resnet"), False),
+        (("plan", "none.jsonl", "--budget", "0.7", "--method", "swap"), False),
+    ],
+)
+def test_the_name_of_a_workload_is_told_from_a_step_where_a_step_is_wanted_and_nowhere_else(
+    arguments: tuple[str, ...], hint: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    assert run(*arguments) == 1
+    said = capsys.readouterr().err
+    assert "No such file or directory." in said
+    assert ("`spillway record resnet -o step.jsonl` records a step of that workload." in said) == hint
+
+
 def test_the_verb_plans_as_the_function_does_for_who_asks_what_policies_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from spillway.errors import SpillwayError, UsageError
 from spillway.ir import Recorded, RunFile, StepReport, read_run
+from spillway.ir.loading import load_step
 from spillway.methods import METHODS
 from spillway.report.html import render
 from spillway.units import Bytes, format_bytes
@@ -113,6 +114,19 @@ def record_workload(workload: str, **options: Any) -> Recorded:
         return record(workload, **options)
 
 
+def read_recorded(step: str) -> Recorded:
+    """Read a recorded step. Raises FileFormatError for what is none, and SpillwayError if the system refuses: with how
+    to record one, where that is the name of a workload."""
+    try:
+        with naming(step):
+            return load_step(step)
+    except SpillwayError as error:
+        if step not in WORKLOADS or not isinstance(error.__cause__, FileNotFoundError):
+            raise
+        way = f"`spillway record {step} -o step.jsonl` records a step of that workload."
+        raise SpillwayError(f"{error} {way}") from error
+
+
 def read_figures(path: Path) -> RunFile:
     """Read a run file. Raises FileFormatError for what is none, SpillwayError if the system refuses."""
     with naming(path):
@@ -148,6 +162,4 @@ def naming(path: Path | str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        way = f" `spillway record {path} -o step.jsonl` records a step of that workload."
-        hint = way if isinstance(error, FileNotFoundError) and str(path) in WORKLOADS else ""
-        raise SpillwayError(f"{path}: {error.strerror or error}.{hint}") from error
+        raise SpillwayError(f"{path}: {error.strerror or error}.") from error

@@ -19,13 +19,13 @@ from spillway.cli.common import (
     check_writable,
     naming,
     print_json,
+    read_recorded,
     say,
     tell_shares,
     to_print,
     to_terminal,
 )
 from spillway.errors import SpillwayError
-from spillway.ir.loading import load_step
 from spillway.methods import METHODS
 from spillway.report.comparison import write_page, write_png
 from spillway.report.drawing import check_drawing
@@ -76,8 +76,7 @@ def compare_(
         check_writable(path)
     if output is not None or png is not None:
         check_drawing()
-    with naming(step):
-        recorded = load_step(step)
+    recorded = read_recorded(step)
     problem = sweep_problem_of(recorded, device_of(device))
     wanted = parse_budgets(budgets, problem.plain_peak, problem.device.memory)
     tell_shares(budgets, problem.device.name, problem.device.memory)

@@ -8,7 +8,16 @@ from typing import Annotated, Any
 
 import typer
 
-from spillway.cli.common import PLANNERS, BudgetOfStep, Json, check_writable, naming, print_json, tell_shares
+from spillway.cli.common import (
+    PLANNERS,
+    BudgetOfStep,
+    Json,
+    check_writable,
+    naming,
+    print_json,
+    read_recorded,
+    tell_shares,
+)
 from spillway.ir import Plan, Recompute, Step, verify
 from spillway.ir.account import comes_back
 from spillway.ir.lives import lives_of
@@ -35,7 +44,7 @@ def plan(
     """Plan a recorded step: what is gone when, and where it comes back from."""
     check_writable(output)
     planner = planner_named(method)
-    problem = problem_of(step, budget=budget, device=device)
+    problem = problem_of(read_recorded(step), budget=budget, device=device)
     tell_shares(budget, problem.device.name, problem.device.memory)
     found = planner.plan(rehearsing(problem))
     verify(found, problem.step, problem.allowed)

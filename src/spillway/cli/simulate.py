@@ -8,10 +8,9 @@ from typing import Annotated, Any, Final
 import typer
 
 from spillway.calibration.named_device import device_of
-from spillway.cli.common import BudgetOfStep, Json, Method, check_writable, naming, print_json, tell_shares
+from spillway.cli.common import BudgetOfStep, Json, Method, check_writable, print_json, read_recorded, tell_shares
 from spillway.errors import SpillwayError, UsageError
 from spillway.ir import RunWriter
-from spillway.ir.loading import load_step
 from spillway.simulation.allocators import ALLOCATORS
 from spillway.simulation.paper_machine import TIERS
 from spillway.simulation.plan_and_simulate import report_of
@@ -48,8 +47,7 @@ def simulate(
     check_writable(run_file)
     if tier not in TIERS:
         raise UsageError(f"There is no tier {tier!r}; choose one of {', '.join(TIERS)}.")
-    with naming(step):
-        recorded = load_step(step)
+    recorded = read_recorded(step)
     on = device_of(device)
     tell_shares(budget, on.name, on.memory)
     ran = simulate_recorded(
