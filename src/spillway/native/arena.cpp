@@ -6,8 +6,9 @@
 // which pages of several warm extents are moved (`mremap`): few pages are faulted in or zeroed a second time (rule 3).
 //
 // NOTE [Rules]
-//  1. Pages are faulted in only where all that are warm were not enough. So what is resident never passes the most that
-//     was used at once, rounded up to pages, however fragmented the addresses are.
+//  1. Pages are faulted in only where all that are warm were not enough, or for as many that were given back (rules 2
+//     and 3). So what is resident never passes the most that was used at once, rounded up to pages, however fragmented
+//     the addresses are.
 //  2. Where pages cannot be moved (an old kernel, too many mappings), as many are given back to the system as are faulted
 //     in instead. Rule 1 holds all the same.
 //     A call of the system that fails may leave a hole. Its addresses are lost: nothing is mapped there and nobody gets
@@ -15,7 +16,7 @@
 //     the range.
 //  3. The kernel moves pages mapping by mapping: `cuts_` holds every offset at which a mapping may begin. More than
 //     MAPPINGS are healed, by giving the warm pages back: a mapping anew over the whole extent is one mapping. So is an
-//     extent whose pages are wanted elsewhere and whose mappings are SHORT on average.
+//     extent of several mappings, shorter than SHORT on average, whose pages are wanted elsewhere.
 //  4. What is small, what is more than the machine has, and what the range or the system has no room for, is torch's own
 //     allocator's, and so is the error.
 //  5. Nothing here is ever destroyed: tensors outlive the interpreter.
@@ -72,7 +73,7 @@ constexpr std::size_t PAGE = 4096;
 constexpr std::size_t SMALL = std::size_t{32} << 10;  // bytes below which a page's rounding costs too much
 constexpr int CANDIDATES = 16;                        // extents that are looked at before addresses anew
 constexpr std::size_t MAPPINGS = 2048;                // each is a move of its own, and the step that wants the pages waits
-constexpr std::size_t SHORT = std::size_t{96} << 10;  // on average: to move these takes longer than to fault pages in
+constexpr std::size_t SHORT = std::size_t{96} << 10;  // on average: moving shorter mappings takes longer than faults
 constexpr std::size_t MOVABLE = 32768;                // half of the mappings that a process may have by default
 constexpr std::size_t CHUNK = std::size_t{1} << 20;   // of a file, for what is small
 constexpr std::size_t ALIGNMENT = 64;                 // torch's
