@@ -13,6 +13,8 @@ import spillway
 from spillway.errors import BudgetError, BudgetInfeasible, SpillDirectoryError, UsageError
 from spillway.methods import Action, Checkpoint
 from spillway.methods.actions import LOSSLESS
+from spillway.session import block_session
+from spillway.session.needs import Call, Rise, recomputing
 from spillway.session.watch import StepWatch
 from spillway.tiers.disk import DiskTier
 from spillway.units import MiB
@@ -174,6 +176,27 @@ def test_blocks_hold_results_only_as_far_as_every_other_can_be_recomputed_beside
         losses, peak = steps(budget, Checkpoint(Action.SELECTIVE))
     assert losses == plain
     assert peak <= budget
+
+
+def test_what_recomputing_takes_is_told_once_where_there_is_room_for_everything(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told: list[Call] = []
+
+    def telling(call: Call, *rest: Any, **options: Any) -> Rise | None:
+        told.append(call)
+        return recomputing(call, *rest, **options)
+
+    monkeypatch.setattr(block_session, "recomputing", telling)
+    model = Residual()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    with spillway.manage(model, optimizer, budget="1GiB", method=Checkpoint(Action.SELECTIVE)) as memory:
+        for side in (16, 18, 12, 20, 20, 24):
+            with memory.step(x := torch.ones(4, 3, side, side)):
+                optimizer.zero_grad()
+                model(x).square().mean().backward()
+                optimizer.step()
+    assert len(told) == 1
 
 
 class Uneven(torch.nn.Module):

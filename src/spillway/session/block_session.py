@@ -8,7 +8,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -108,6 +108,8 @@ class _Family:
     """What steps took at most above what was there at each seam, until the next."""
     rises: dict[Shape, Bytes] = field(default_factory=dict)
     """What steps of these inputs took, at most, above what was there when they began."""
+    unhindered: dict[Shape, Bytes] = field(default_factory=dict)
+    """Of these, steps in which no block gave up what it was to hold."""
     floors: dict[tuple[Shape, frozenset[str], Bytes], Bytes] = field(default_factory=dict)
     """What forwards and backwards of these inputs are told to take with every block recomputed, beside the gradients of
     these names, until optimizers have so much more state."""
@@ -120,11 +122,11 @@ class _Family:
 
     def allows(self, dimensions: Shape, free: Bytes) -> bool:
         """Whether what was measured says that a step of this size will fit, if it grows with the square of the size."""
-        return any(
-            rise * math.prod(max(mine / one, 1) ** 2 for mine, one in zip(dimensions, other, strict=True)) <= free
-            for other, rise in self.rises.items()
-            if len(other) == len(dimensions) and all(other)
-        )
+        return _say_that_it_fits(self.rises, dimensions, free)
+
+    def allows_all(self, dimensions: Shape, free: Bytes) -> bool:
+        """The same of a step in which every block holds what it is to hold."""
+        return _say_that_it_fits(self.unhindered, dimensions, free)
 
     def holds(self, dimensions: Shape, forwards: int, free: Bytes) -> bool:
         """Whether recomputing every block was enough in a step with so many forwards, above what is there at first."""
@@ -860,7 +862,9 @@ class _Step(AbstractStep):
         slack = max(rise.now, rise.later) // SAMPLES + call.engine.print_bytes
         return rise._replace(sure=rise.sure and self.hears_all, state=self.state, slack=slack)
 
-    def floor(self, call: Call) -> Bytes:
+    def floor(self, call: Call, level: Bytes) -> Bytes:
+        if self._family.allows_all(self._dimensions, self._session._budget.allowed - level):
+            return 0
         key = self._dimensions, frozenset(call.gradients), self.state
         if not self._dimensions or key not in self._family.floors:
             rise = self.recomputing(call)
@@ -1123,6 +1127,8 @@ class _Step(AbstractStep):
         largest = tuple(map(max, zip(*shapes, strict=False)))
         if any(self._session._is_whole(len(one.ended)) for one in watch.passes):
             entered.rises[largest] = max(entered.rises.get(largest, 0), watch.peak - self._start)
+            if not any(one.revoked for one in watch.passes):
+                entered.unhindered[largest] = entered.rises[largest]
         samples = watch.samples()
         self._session._told_nothing = 0 if samples or not watch.passes else self._session._told_nothing + 1
         if self._session._told_nothing == TELLING and self._session._leaves_to_ops:
@@ -1214,6 +1220,15 @@ class _Step(AbstractStep):
                 f"optimizer needs for itself, which could not be told beforehand.",
                 stacklevel=7,
             )
+
+
+def _say_that_it_fits(rises: Mapping[Shape, Bytes], dimensions: Shape, free: Bytes) -> bool:
+    """Whether one of these tells that a step of this size does, if it grows with the square of the size."""
+    return any(
+        rise * math.prod(max(mine / one, 1) ** 2 for mine, one in zip(dimensions, other, strict=True)) <= free
+        for other, rise in rises.items()
+        if len(other) == len(dimensions) and all(other)
+    )
 
 
 def _assumption(optimizer: torch.optim.Optimizer, needs: Update) -> str:

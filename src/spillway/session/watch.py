@@ -142,7 +142,7 @@ class Pass:
     """That the backward of each call has created."""
     floor: Bytes = 0
     """What is taken at most if every block is recomputed, where blocks hold something and nothing is forecast; 0
-    elsewhere, and where that cannot be told."""
+    elsewhere, where that cannot be told, and where blocks are known to have room for all that they are to hold."""
 
     def knows(self, number: int) -> bool:
         """Whether it is forecast what a call needs."""
@@ -185,8 +185,9 @@ class Foresight(Protocol):
     def page_from_here(self) -> bool:
         """The same, where it is known not to fit."""
 
-    def floor(self, call: Call) -> Bytes:
-        """What `recomputing` tells, asked once for calls like this one; 0 where that cannot be told."""
+    def floor(self, call: Call, level: Bytes) -> Bytes:
+        """What `recomputing` tells, asked once for calls like this one; 0 where that cannot be told, or blocks can hold
+        all that they are to hold above this level, by what steps took in which they did."""
 
     def rise(self, seam: Seam) -> Bytes:
         """What steps on inputs like this one took at most above what was there at a seam, until the next; 0 where that
@@ -327,7 +328,7 @@ class StepWatch:
                 self._foresee(*self._begins_with)
             if forecast is None and decision.plan.otherwise in HOLDING:
                 level, call = self._begins_with
-                rise = self._foresight.floor(call)
+                rise = self._foresight.floor(call, level)
                 self.passes[-1].floor = level + rise if rise else 0
 
     @unheard_by_modes
