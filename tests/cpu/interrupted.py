@@ -24,6 +24,7 @@ PHASES: Final = ("entering", "leaving", "closing")
 PAGED: Final = "paged"
 """A method of the block engine whose steps run inside the tensor engine."""
 _LOAD_CONST: Final = dis.opmap["LOAD_CONST"]
+_NOP: Final = dis.opmap["NOP"]
 
 
 def raises() -> None:
@@ -62,7 +63,7 @@ class Lines:
     def _trace(self, frame: FrameType, event: str, argument: Any) -> Any:
         if not str(frame.f_globals.get("__name__", "")).startswith(self.modules):
             return None
-        if event == "line" and not self._leaves_with(frame):
+        if event == "line" and not self._is_passed(frame):
             self.count += 1
             where = frame.f_code.co_filename, frame.f_lineno
             self.where.append(where)
@@ -70,12 +71,12 @@ class Lines:
                 self.act()
         return self._trace
 
-    def _leaves_with(self, frame: FrameType) -> bool:
-        """Python calls it a line when a `with` block is about to be left. Nothing is raised there by a signal."""
-        code = frame.f_code.co_code
-        return code[frame.f_lasti] == _LOAD_CONST and linecache.getline(
-            frame.f_code.co_filename, frame.f_lineno
-        ).lstrip().startswith("with ")
+    def _is_passed(self, frame: FrameType) -> bool:
+        """Python calls it a line when a `with` block is about to be left, and where `try:` stands, which the `with`
+        before it does not cover. Nothing is raised there by a signal."""
+        code = frame.f_code.co_code[frame.f_lasti]
+        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip()
+        return code == _NOP or (code == _LOAD_CONST and line.startswith("with "))
 
     @property
     def reached(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import itertools
 import threading
 import weakref
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 import spillway
 from spillway.errors import SessionError
+from spillway.internals import process_memory
 from spillway.methods.by_block import BlockSample, StepSample
 from spillway.methods.mimose import Mimose, Options
 from spillway.session.block_session import _Family
@@ -301,6 +303,21 @@ def in_thread(body: Callable[[], Any]) -> BaseException | None:
     thread.start()
     thread.join()
     return raised[0] if raised else None
+
+
+def test_freed_memory_can_be_returned_by_another_thread_wherever_one_was_interrupted() -> None:
+    def takes_turn() -> None:
+        assert process_memory._holding.acquire(blocking=False)
+        process_memory._holding.release()
+
+    for number in itertools.count(1):
+        lines = Lines(number, raises, (process_memory.__name__,))
+        with contextlib.suppress(KeyboardInterrupt), lines.counted():
+            process_memory._return_end_of_heap()
+        assert in_thread(takes_turn) is None, lines.where[-1]
+        if not lines.reached:
+            break
+    assert number > 9
 
 
 @pytest.mark.parametrize("method", METHODS)
