@@ -126,6 +126,16 @@ def test_a_step_that_fails_leaves_nothing_behind_either() -> None:
     assert gc.isenabled()
 
 
+def test_what_is_said_of_garbage_within_a_step_holds_afterwards() -> None:
+    threshold = gc.get_threshold()
+    try:
+        record_step(gc.disable)
+        assert not gc.isenabled()
+        assert gc.get_threshold() == threshold
+    finally:
+        gc.enable()
+
+
 def small_step() -> tuple[nn.Module, torch.optim.Optimizer, torch.Tensor, Callable[[], None]]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))

@@ -56,11 +56,41 @@ def test_a_refusal_of_the_block_engine_names_what_works_and_hardly_more(method: 
     assert isinstance(block_refusal_cases.trained(3, method, less), BudgetInfeasible)
 
 
-def test_a_method_that_refuses_what_would_fit_names_a_bound_from_below() -> None:
-    refusal = refusal_cases.trained(CASES["autoencoder"], "uvm", 70_000)
+@pytest.mark.parametrize("method", ["checkpoint", "mimose"])
+def test_a_refusal_says_what_it_takes_where_gradients_stay_allocated(method: str) -> None:
+    def trained(budget: Bytes) -> Bytes | BudgetInfeasible:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 64)) for _ in range(4)))
+        optimizer, x = torch.optim.AdamW(model.parameters()), torch.randn(32, 64)
+        with spillway.manage(model, optimizer, budget=budget, method=method) as memory:
+            try:
+                for _ in range(3):
+                    with memory.step(x):
+                        model(x).square().mean().backward()
+                        optimizer.step()
+                        optimizer.zero_grad(set_to_none=False)
+            except BudgetInfeasible as refusal:
+                return refusal
+            return max(report.peak_bytes for report in memory.history)
+
+    refusal = trained(100_000)
     assert isinstance(refusal, BudgetInfeasible)
-    assert not refusal.exact
-    assert isinstance(refusal_cases.trained(CASES["autoencoder"], "uvm", refusal.smallest_budget), BudgetInfeasible)
+    [said] = [note for note in refusal.__notes__ if "gradients stay allocated" in note]
+    named = int(said.rpartition("it takes ")[2].partition(" bytes")[0])
+    assert isinstance(trained(refusal.smallest_budget), BudgetInfeasible)
+    assert isinstance(trained(named), int)
+    assert isinstance(trained(int(named / refusal_cases.TOO_MUCH)), BudgetInfeasible)
+
+
+@pytest.mark.parametrize("case", [CASES["language"], CASES["tree"], MASKED], ids=str)
+@pytest.mark.parametrize("budget", [40_000, 250_000])
+def test_a_method_that_takes_a_multiple_of_the_budget_at_most_names_what_the_whole_step_takes(
+    case: Case, budget: Bytes
+) -> None:
+    refusal = refusal_cases.trained(case, "uvm", budget)
+    assert isinstance(refusal, BudgetInfeasible)
+    assert isinstance(refusal_cases.trained(case, "uvm", refusal.smallest_budget), int)
+    assert isinstance(refusal_cases.trained(case, "uvm", int(refusal.smallest_budget / 1.25)), BudgetInfeasible)
 
 
 TOO_LARGE: Any = (

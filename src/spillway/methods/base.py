@@ -6,6 +6,7 @@ refuses and sends the answer back into the generator, so that a policy can try t
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -300,8 +301,8 @@ class AbstractPolicy(ABC):
     recalls: bool = False
     """Whether `bring_back` ever says anything but reload; asking costs time."""
 
-    refuses: bool = False
-    """Whether `relieve` refuses steps that would fit: then nobody tells from the ops alone what is enough."""
+    most: float = math.inf
+    """`relieve` refuses a step in which more than so many times the budget lives at once."""
 
     follows: bool = False
     """Whether it is asked around ops, as what follows a plan has to be: those of its `moments`."""

@@ -49,7 +49,6 @@ class UVM(AbstractPolicy):
 
     name = "uvm"
     uses_recipes = False
-    refuses = True
 
     def __init__(self, page: Bytes = PAGE, fault_seconds: Seconds = FAULT_SECONDS, most: float = MOST) -> None:
         if not (page > 0 and fault_seconds >= 0 and most >= 1):

@@ -214,15 +214,16 @@ class Begun(NamedTuple):
 
 @contextmanager
 def _without_garbage() -> Iterator[None]:
-    """Garbage is collected before, and not within."""
+    """Garbage is collected before, and not within; whether Python collects it afterwards is the user's, who may say so
+    within."""
     gc.collect()
-    collects = gc.isenabled()
-    gc.disable()
+    threshold = gc.get_threshold()
+    gc.set_threshold(0, *threshold[1:])
     try:
         yield
     finally:
-        if collects:
-            gc.enable()
+        if gc.get_threshold() == (0, *threshold[1:]):
+            gc.set_threshold(*threshold)
 
 
 @final

@@ -1051,6 +1051,13 @@ class _Step(AbstractStep):
         self._put_back()
         told = self._told(refusal)
         pass_notes(refusal, told)
+        watch = self._watch if self._session._paging is None else None
+        kept = watch.keeping_gradients() if watch is not None else None
+        if kept is not None and kept > told.smallest_budget:
+            told.add_note(
+                f"Where gradients stay allocated from one backward to the next forward, as in accumulation and with "
+                f"zero_grad(set_to_none=False), it takes {kept} bytes ({format_bytes(kept)})."
+            )
         if self._lost:
             told.add_note(self._lost)
         return told

@@ -558,6 +558,17 @@ class StepWatch:
             return None
         return self._foresight.recomputing(self._foresight.call(self._begins_with[1].called))
 
+    def keeping_gradients(self) -> Bytes | None:
+        """What the latest forward and its backward take, if every block is recomputed, where gradients are there before
+        it; None where they are, and where that cannot be told."""
+        if self._begins_with is None or self._begins_with[1].gradients:
+            return None
+        level, call = self._begins_with
+        trained = {name: one for name, one in self._engine.model.named_parameters() if one.requires_grad}
+        gradients = {name: local_of(one).numel() * one.element_size() for name, one in trained.items()}
+        rise = self._foresight.recomputing(call._replace(gradients=gradients))
+        return None if rise is None else level + sum(gradients.values()) + rise.most
+
     def optimizer_ended(self) -> None:
         """What an optimizer needed for itself ends here."""
         self._mark("updated")

@@ -13,6 +13,7 @@ import inspect
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from math import ceil, inf
 from typing import TYPE_CHECKING, Any, NamedTuple, cast, final
 
 import torch
@@ -24,7 +25,7 @@ from spillway.engines.tensors.optimizers import Update, assumed, update_of
 from spillway.engines.tensors.tally import Tally
 from spillway.engines.tensors.twins import others_hear, results_of, unseen, untouched, usual_loss, without_content
 from spillway.errors import BudgetInfeasible
-from spillway.internals.private import grad_mode
+from spillway.internals.private import grad_mode, storage_of
 from spillway.ir.timeline import Kind
 from spillway.memory.ledger import SMALLEST_MOVABLE
 from spillway.units import Bytes, format_bytes
@@ -82,27 +83,29 @@ def smallest_budget(
 
     It is exact if the models could be run on fake tensors as they were called, or the first of them, if none was called
     by then, with the batch (`model(**batch)`, `model(*batch)` or `model(batch)`, or as much of it as the model takes);
-    a bound from below otherwise, where the policy refuses steps by itself, where hooks or modes stand around a forward,
-    and where code takes addresses of what the step makes: that stays, and nobody knows how much more there would have
-    been of it.
+    a bound from below otherwise, where hooks or modes stand around a forward, where the policy takes a multiple of the
+    budget at most, as losses may make more than the usual ones, and where code takes addresses of what the step makes:
+    that stays, and nobody knows how much more there would have been of it.
     """
-    heard = any(map(others_hear, models))
+    heard, policy = any(map(others_hear, models)), engine.controller.policy
     with unseen():
         update = functools.reduce(Update.beside, (update_of(one) or assumed(one) for one in optimizers), Update())
         escaped = [storage for storage in list(engine.table.values()) if storage.escaped]
         known = all(one.kind not in _MADE for one in escaped if one.nbytes >= SMALLEST_MOVABLE)
-        probed = _probe(models, batch, calls)
+        probed, made = _probe(models, batch, calls) or (None, 0)
+        lives = _named(models, optimizers, batch) + update.state + max(made, _gradients(models) + update.working)
         largest = max(
             error.needed,  # with what could not leave then
             engine.controller.counters.floor_bytes + engine.never_leaves(),
             update.large + update.small + _small(models, batch),
             (probed or 0) + update.small + sum(one.nbytes for one in escaped),
+            ceil(lives / policy.most),
         )
     reserved = engine.controller.budget.reserved
     told = BudgetInfeasible(
         needed=error.needed + reserved, allowed=error.allowed + reserved, op=error.op, op_index=error.op_index,
         smallest_budget=int(largest * MARGIN) + reserved,
-        exact=probed is not None and known and not engine.controller.policy.refuses and not heard,
+        exact=probed is not None and known and not heard and policy.most == inf,
     )  # fmt: skip
     if not known:
         stays = sum(one.nbytes for one in escaped if one.kind in _MADE)
@@ -114,6 +117,18 @@ def smallest_budget(
     return told
 
 
+def _named(models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer], batch: Any) -> Bytes:
+    """Bytes of what a step works on, gradients apart."""
+    held = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
+    held += tree_leaves([dict(one.state) for one in optimizers]) + tree_leaves(batch)
+    given = [one for one in held if isinstance(one, torch.Tensor) and torch._C._has_storage(one)]
+    return sum({storage_of(one)._cdata: storage_of(one).nbytes() for one in given}.values())
+
+
+def _gradients(models: Sequence[torch.nn.Module]) -> Bytes:
+    return sum(one.nbytes for model in models for one in model.parameters() if one.requires_grad)
+
+
 def _small(models: Sequence[torch.nn.Module], batch: Any) -> Bytes:
     """Bytes of parameters, gradients, buffers and tensors of the batch that are too small to leave."""
     parameters = [one for model in models for one in model.parameters()]
@@ -122,13 +137,14 @@ def _small(models: Sequence[torch.nn.Module], batch: Any) -> Bytes:
     return sum(one.nbytes for one in (*parameters, *parameters, *others, *given) if one.nbytes < SMALLEST_MOVABLE)
 
 
-def _probe(models: Sequence[torch.nn.Module], batch: Any, calls: Sequence[Called]) -> Bytes | None:
-    """Most bytes that one op of forwards and backwards needs; None if one of them does not run on fakes."""
+def _probe(models: Sequence[torch.nn.Module], batch: Any, calls: Sequence[Called]) -> tuple[Bytes, Bytes] | None:
+    """Most bytes that one op of forwards and backwards needs, and the most that lives at once of what they make; None
+    if one of them does not run on fakes."""
     found = [_probe_call(model, [called.again], trains=called.trains) for called in calls if (model := called.model())]
     if None not in found:
         known = [needed for needed in found if needed is not None]
         if known:
-            return max(known)
+            return max(needed for needed, _ in known), max(lives for _, lives in known)
     return _probe_call(models[0], list(_ways_to_call(models[0], batch)), trains=True) if batch is not None else None
 
 
@@ -141,7 +157,7 @@ _AROUND: tuple[_Around, ...] = (contextlib.nullcontext, lambda: allowed())
 """It may be that the step is one that may write to what it has saved."""
 
 
-def _probe_call(model: torch.nn.Module, ways: Sequence[_Way], *, trains: bool) -> Bytes | None:
+def _probe_call(model: torch.nn.Module, ways: Sequence[_Way], *, trains: bool) -> tuple[Bytes, Bytes] | None:
     if any(isinstance(part, torch.jit.ScriptModule) for part in model.modules()):
         return None  # copies share their parameters
     with contextlib.suppress(Exception), untouched(model), grad_mode(enabled=trains):  # it cannot be copied
@@ -161,7 +177,7 @@ result: `_log_softmax_backward_data` reads two tensors of its size and makes a t
 
 def _largest_working_set(
     model: torch.nn.Module, way: _Way, fake: FakeTensorMode, around: _Around, *, with_content: bool
-) -> Bytes:
+) -> tuple[Bytes, Bytes]:
     def faked(tensor: torch.Tensor | Like) -> torch.Tensor:
         if isinstance(tensor, Like):
             return tensor.again(with_content=with_content)
@@ -172,13 +188,14 @@ def _largest_working_set(
         tally = Tally([*model.parameters(), *model.buffers()])
         with tally, around():
             args, kwargs = way(faked)
+            given = tally.alive
             results = results_of(model(*args, **kwargs))
             most = max((result.nbytes for result in results), default=0)
             if any(result.requires_grad for result in results):
                 loss = [usual_loss(results)]
                 del results  # the graph alone holds them, as in a step
                 cast(Any, loss.pop()).backward()
-    return max(tally.largest, _LOSS * most + tally.small)
+    return max(tally.largest, _LOSS * most + tally.small), tally.lives - given
 
 
 def _ways_to_call(model: torch.nn.Module, batch: Any) -> Iterator[_Way]:

@@ -182,8 +182,10 @@ class Tally(cast(Any, TorchDispatchMode)):  # type: ignore[misc]  # torch's clas
         self._within = _AT_LEAST if least else _WITHIN
         self.alive: Bytes = 0
         """Of what was made in it."""
+        self.lives: Bytes = 0
+        """The most of that."""
         self.peak: Bytes = 0
-        """The most of that, with what kernels take for themselves."""
+        """The same with what kernels take for themselves."""
         self.small: Bytes = 0
         """Of all that is alive and too small to leave."""
         self.largest: Bytes = 0
@@ -233,7 +235,7 @@ class Tally(cast(Any, TorchDispatchMode)):  # type: ignore[misc]  # torch's clas
         within = self._within[func._schema.name](args, out) if func._schema.name in _WITHIN else 0
         if func._schema.name in _BY_PROCESSOR and args[0].device.type == "cpu" and args[0].itemsize < 4:
             self.sure = False
-        self.peak = max(self.peak, self.alive + within)
+        self.lives, self.peak = max(self.lives, self.alive), max(self.peak, self.alive + within)
         return out
 
     def hold(self, held: Iterable[Any]) -> None:
