@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import spillway
+from spillway import BlockOptions
 from spillway.engines.tensors.optimizers import NUMBERS
 from spillway.engines.tensors.tally import Tally
 from spillway.errors import BudgetInfeasible
+from spillway.methods import Action, Checkpoint
 from spillway.session.needs import Needs
 from spillway.session.tensor_session import TensorSession
 from spillway.units import Bytes
@@ -80,6 +82,42 @@ def test_a_refusal_says_what_it_takes_where_gradients_stay_allocated(method: str
     assert isinstance(trained(refusal.smallest_budget), BudgetInfeasible)
     assert isinstance(trained(named), int)
     assert isinstance(trained(int(named / refusal_cases.TOO_MUCH)), BudgetInfeasible)
+
+
+class _Cells(nn.Module):
+    """Of which little leaves, as nearly all that they save is too small to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells = nn.ModuleList(nn.GRUCell(16, 16) for _ in range(20))
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = torch.zeros_like(x)
+        for cell in self.cells:
+            x = cell(x, state)
+        return x
+
+
+@pytest.mark.parametrize("action", [Action.OFFLOAD, Action.SELECTIVE_OFFLOADED, Action.COMPRESS])
+def test_a_refusal_names_what_works_whatever_becomes_of_blocks(action: Action) -> None:
+    def trained(budget: Bytes) -> Bytes | BudgetInfeasible:
+        torch.manual_seed(0)
+        model = _Cells()
+        optimizer, x, lossy = torch.optim.AdamW(model.parameters()), torch.randn(32, 16), BlockOptions(lossy=True)
+        with spillway.manage(model, optimizer, budget=budget, method=Checkpoint(action), blocks=lossy) as memory:
+            try:
+                for _ in range(3):
+                    with memory.step(x):
+                        model(x).square().mean().backward()
+                        optimizer.step()
+                        optimizer.zero_grad()
+            except BudgetInfeasible as refusal:
+                return refusal
+            return max(report.peak_bytes for report in memory.history)
+
+    refusal = trained(100_000)
+    assert isinstance(refusal, BudgetInfeasible)
+    assert isinstance(trained(refusal.smallest_budget), int)
 
 
 @pytest.mark.parametrize("case", [CASES["language"], CASES["tree"], MASKED], ids=str)

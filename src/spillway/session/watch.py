@@ -326,7 +326,7 @@ class StepWatch:
                 return
             if self.unmeasured and not planned and decision.plan.only_recomputes:
                 self._foresee(*self._begins_with)
-            if forecast is None and decision.plan.otherwise in HOLDING:
+            if forecast is None and decision.plan.otherwise in (*HOLDING, *RETURNING):
                 level, call = self._begins_with
                 rise = self._foresight.floor(call, level)
                 self.passes[-1].floor = level + rise if rise else 0
@@ -655,7 +655,7 @@ class StepWatch:
             (one, number)
             for one in self.passes
             for number in one.revocable
-            if one.decision.plan.action(number) in HOLDING or (stayed and one.holds[number])
+            if one.decision.plan.action(number) in HOLDING or (one.holds[number] and (stayed or one.floor))
         ]
         holds = [one.holds[number] for one, number in found]
         seconds = [one.forecast.seconds[n] if one.forecast is not None and one.knows(n) else 0.0 for one, n in found]
