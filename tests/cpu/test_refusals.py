@@ -84,6 +84,17 @@ def test_a_refusal_says_what_it_takes_where_gradients_stay_allocated(method: str
     assert isinstance(trained(int(named / refusal_cases.TOO_MUCH)), BudgetInfeasible)
 
 
+@pytest.mark.parametrize("method", ["auto", "lru"])
+def test_what_a_loss_takes_that_needs_more_than_any_op_of_the_model_is_called_a_bound_from_below(method: str) -> None:
+    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
+    x = torch.randn(128, 32)
+    with spillway.manage(model, torch.optim.SGD(model.parameters()), budget=1 << 20, method=method) as memory:
+        with pytest.raises(BudgetInfeasible, match="or more") as refused, memory.step(x):
+            y = model(x)
+            (y[:, None] - y[None]).square().mean().backward()
+        assert not refused.value.exact
+
+
 class _Cells(nn.Module):
     """Of which little leaves, as nearly all that they save is too small to."""
 

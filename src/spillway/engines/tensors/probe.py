@@ -83,9 +83,9 @@ def smallest_budget(
 
     It is exact if the models could be run on fake tensors as they were called, or the first of them, if none was called
     by then, with the batch (`model(**batch)`, `model(*batch)` or `model(batch)`, or as much of it as the model takes);
-    a bound from below otherwise, where hooks or modes stand around a forward, where the policy takes a multiple of the
-    budget at most, as losses may make more than the usual ones, and where code takes addresses of what the step makes:
-    that stays, and nobody knows how much more there would have been of it.
+    a bound from below otherwise: where an op needs more than that tells, as losses may, where hooks or modes stand
+    around a forward, where the policy takes a multiple of the budget at most, which unusual losses pass, and where code
+    takes addresses of what the step makes: that stays, and nobody knows how much more there would have been of it.
     """
     heard, policy = any(map(others_hear, models)), engine.controller.policy
     with unseen():
@@ -94,18 +94,18 @@ def smallest_budget(
         known = all(one.kind not in _MADE for one in escaped if one.nbytes >= SMALLEST_MOVABLE)
         probed, made = _probe(models, batch, calls) or (None, 0)
         lives = _named(models, optimizers, batch) + update.state + max(made, _gradients(models) + update.working)
-        largest = max(
-            error.needed,  # with what could not leave then
-            engine.controller.counters.floor_bytes + engine.never_leaves(),
+        seen = max(error.needed, engine.controller.counters.floor_bytes + engine.never_leaves())  # what could not leave
+        foretold = max(
             update.large + update.small + _small(models, batch),
             (probed or 0) + update.small + sum(one.nbytes for one in escaped),
             ceil(lives / policy.most),
         )
+    told_all = probed is not None and seen <= foretold * MARGIN
     reserved = engine.controller.budget.reserved
     told = BudgetInfeasible(
         needed=error.needed + reserved, allowed=error.allowed + reserved, op=error.op, op_index=error.op_index,
-        smallest_budget=int(largest * MARGIN) + reserved,
-        exact=probed is not None and known and not heard and policy.most == inf,
+        smallest_budget=int(max(seen, foretold) * MARGIN) + reserved,
+        exact=told_all and known and not heard and policy.most == inf,
     )  # fmt: skip
     if not known:
         stays = sum(one.nbytes for one in escaped if one.kind in _MADE)
