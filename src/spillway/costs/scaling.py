@@ -94,17 +94,46 @@ def exact_laws(sizes: Sequence[int], numbers: Sequence[int], quanta: Sequence[in
 
 def _law(sizes: Sequence[int], numbers: Sequence[int], shape: Law) -> Law | None:
     """The polynomial of this shape, if it passes every point and enough of them speak for it."""
+    places = [argument(size, shape.quantum, up=shape.up) for size in sizes]
+    # Terms that are zero were not chosen to be. One point more than terms speaks for a polynomial of the size; but of
+    # many quanta one fits by chance.
+    spare = 1 if shape.quantum == 1 else 2
+    remainders = [number * pow(size, -shape.power, _PRIME) for size, number in zip(sizes, numbers, strict=True)]
+    if _terms(places, remainders) > len(set(places)) - spare:
+        return None
     divided = [Fraction(number, size**shape.power) for size, number in zip(sizes, numbers, strict=True)]
-    points = _merged([argument(size, shape.quantum, up=shape.up) for size in sizes], divided)
+    points = _merged(places, divided)
     if points is None:
         return None
     coefficients = _polynomial(*points)
-    # Terms that are zero were not chosen to be. One point more than terms speaks for a polynomial of the size; but of
-    # many quanta one fits by chance.
-    terms, spare = sum(map(bool, coefficients)), 1 if shape.quantum == 1 else 2
-    if len(coefficients) + shape.power > DEGREE + 1 or terms > len(points[0]) - spare:
+    if len(coefficients) + shape.power > DEGREE + 1 or sum(map(bool, coefficients)) > len(points[0]) - spare:
         return None
     return replace(shape, coefficients=coefficients)
+
+
+_PRIME: Final = 2**61 - 1
+
+
+def _terms(places: Sequence[int], numbers: Sequence[int]) -> int:
+    """How many terms the one polynomial of the lowest degree through all points has in remainders of `_PRIME`: no more
+    than it has in fractions, and a twentieth of the work. More than there are points where there is none."""
+    points: dict[int, int] = {}
+    for place, number in zip(places, numbers, strict=True):
+        if points.setdefault(place, number % _PRIME) != number % _PRIME:
+            return len(places) + 1
+    places, column = [*points], [*points.values()]
+    newton = column[:1]
+    for order in range(1, len(places)):
+        column = [
+            (after - before) * pow(last - first, -1, _PRIME) % _PRIME
+            for before, after, first, last in zip(column, column[1:], places, places[order:], strict=False)
+        ]
+        newton.append(column[0])
+    coefficients: list[int] = []
+    for place, difference in zip(reversed(places), reversed(newton), strict=True):
+        coefficients = [(a - place * b) % _PRIME for a, b in zip([0, *coefficients], [*coefficients, 0], strict=True)]
+        coefficients[0] = (coefficients[0] + difference) % _PRIME
+    return sum(map(bool, coefficients))
 
 
 def rivals(sizes: Sequence[int], numbers: Sequence[int]) -> Iterator[Law]:

@@ -178,6 +178,8 @@ def exact_polynomial(samples: Mapping[InputSize, Bytes], *, batched: bool, windo
 
 def _pairs(samples: Mapping[InputSize, Bytes], batched: bool) -> _Pairs | None:
     """Two kinds of windows, two samples more than their three terms."""
+    if len(samples) < 5:
+        return None
     sizes, counted = list(samples), list(samples.values())
     lengths = len(sizes[0]) - batched
     shapes = [
