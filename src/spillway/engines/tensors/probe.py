@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 MARGIN = 1.05
 """Room for what this does not know: alignment, estimates of sizes that are a little high."""
+UNTOLD = 1.1
+"""An op that needs so many times what was told shows that the rest of the step is another one."""
 _MADE = (None, Kind.ACTIVATION, Kind.TEMPORARY)
 """What storages are that the step made."""
 
@@ -100,7 +102,7 @@ def smallest_budget(
             (probed or 0) + update.small + sum(one.nbytes for one in escaped),
             ceil(lives / policy.most),
         )
-    told_all = probed is not None and seen <= foretold * MARGIN
+    told_all = probed is not None and seen <= UNTOLD * foretold
     reserved = engine.controller.budget.reserved
     told = BudgetInfeasible(
         needed=error.needed + reserved, allowed=error.allowed + reserved, op=error.op, op_index=error.op_index,
