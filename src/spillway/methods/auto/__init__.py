@@ -73,10 +73,9 @@ FEW: Final = 12
 """Blocks for which a plan is made with more effort at once: it takes no longer than a first one for twice as many."""
 POLISHED: Final = 8
 """After so many uses a plan is made with more effort, and may be made again where copies are faster or slower now."""
-SERVED: Final = 32
+SERVED: Final = 64
 """After so many it is made again where its step takes `LONGER`, and sooner where it takes more; where copies are faster
-nobody knows what another plan would spare, and the old one serves so many. Planning takes some hundredths of a step:
-beside so many steps that is a thousandth."""
+nobody knows what another plan would spare, and the old one serves so many. A plan takes a hundredth of a step."""
 FASTER: Final = 1.3
 """Copies that are less times as fast as a plan took them to be are no reason for another one. Over the 96 instances of
 `benchmarks/auto_planner.py` such plans take .4 % of a plain step more than new ones, in the mean."""
