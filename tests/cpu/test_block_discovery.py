@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from spillway.engines.blocks.block_engine import BlockEngine
-from spillway.engines.blocks.discovery import discover
+from spillway.engines.blocks.discovery import Watch, discover
+from spillway.engines.blocks.extra_forward import undone
+from spillway.engines.environment import Environment
 from spillway.errors import ModelError
 from spillway.methods.actions import LOSSLESS, Action
 from tests.cpu.block_cases import Chain, Residual, Shared
@@ -173,3 +176,21 @@ def test_transformers_train_as_plainly(name: str, action: Action, tmp_path: Path
         engine.close()
         states.append(state_of(model, optimizer))
     assert difference(*states) is None
+
+
+def test_blocks_are_found_while_another_thread_runs_something_once_more() -> None:
+    """Which puts hooks on all modules back as they were, and ours are not its own."""
+    model, other = Chain(), Residual()
+    watch = Watch(model)
+    begins = undone(Environment((), ()), (other,), (X,), {})
+    with ExitStack() as stack:
+        with begins:
+            stack.enter_context(watch.watching())
+        model(X)
+        assert watch.calls[model] == 1
+        ends = undone(Environment((), ()), (other,), (X,), {})
+        ends.__enter__()
+        stack.close()
+        ends.__exit__(None, None, None)
+    model(X)
+    assert watch.calls[model] == 1

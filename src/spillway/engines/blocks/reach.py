@@ -296,7 +296,9 @@ class Reach:
         return mark
 
     def _visit_container(self, thing: Any) -> None:
-        if isinstance(thing, dict):
+        if any(thing is one for one in _OF_ALL_MODULES):
+            self._note(functools.partial(_of_others, thing), functools.partial(_put_others, thing))
+        elif isinstance(thing, dict):
             self._note(functools.partial(_Values, thing), functools.partial(_refill_dict, thing))
         else:
             self._note(functools.partial(_Items, thing), functools.partial(_refill, thing))
@@ -420,7 +422,24 @@ class Reach:
 
 def reach_of(modules: Sequence[nn.Module], *others: Any) -> tuple[Any, ...]:
     """The roots of a call of modules: they, what they are called with, and hooks on all modules."""
-    return *modules, *others, torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks
+    return *modules, *others, *_OF_ALL_MODULES
+
+
+_OF_ALL_MODULES: Final[Any] = torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks
+
+
+def _of_others(hooks: dict[int, Any]) -> _Values:
+    """Hooks on all modules but our own, which come and go while other threads run something once more."""
+    return _Values((number, hook) for number, hook in hooks.copy().items() if not _is_ours(hook))
+
+
+def _put_others(hooks: dict[int, Any], was: _Values) -> None:
+    ours = {number: hook for number, hook in hooks.copy().items() if _is_ours(hook)}
+    _refill_dict(hooks, _Values(sorted({**ours, **was}.items())))
+
+
+def _is_ours(hook: Any) -> bool:
+    return package(getattr(hook, "__module__", None) or "") == "spillway"
 
 
 def _version_of(tensor: Tensor) -> int:
