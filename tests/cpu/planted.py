@@ -399,7 +399,10 @@ PLANTED: Final[Mapping[str, list[Plant]]] = MappingProxyType(
             plant("referee slower.*", time_referee=WORSE), plant(".*gain that is missed.*", gain=-1.0),
             plant(".*paths not exact.*", exact=0.0),
         ],
-        "dynn_partition": [plant(".*", over_plain=WORSE)],
+        "dynn_partition": [
+            plant(".*(slower|the mean).*", over_plain=WORSE),
+            everywhere(".*processor time.*", {"cut": "greedy"}, cut_seconds=WORSE),
+        ],
         "dynn_training_time": [
             plant(".*time over that.*", {"method": "dynn-offload"}, overhead=WORSE),
             plant("cells in which.*", overhead=GONE),

@@ -1,9 +1,10 @@
 """Execution blocks: where a resolved step is cut so that copies for the next block run beside this one.
 
 DyNN-Offload (HPCA 2024), sections IV-B, IV-D and IV-E. The paper takes Sentinel's partition and says of it that it
-maximizes the overlap within the capacity; what stands here is ours: a block takes as many ops as fit (`max_fill`), or
-cuts are searched (`search_blocks`). With two buffers, as published, a block may touch half of the memory; while it
-computes, the link first takes out what the block before leaves behind, then brings what the next one lacks.
+maximizes the overlap within the capacity; what stands here is ours: a block takes as many ops as fit (`max_fill`), the
+quickest of some such fills is taken (`quickest_fill`), or cuts are searched (`search_blocks`). With two buffers, as
+published, a block may touch half of the memory; while it computes, the link first takes out what the block before
+leaves behind, then brings what the next one lacks.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ Cuts: TypeAlias = Sequence[int]
 """The first op of every block, then the number of ops: block b is the half-open interval from `cuts[b]` to the next."""
 
 CANDIDATES: Final = 72
-"""Places at which `search_blocks` may cut, besides those of `max_fill`."""
+"""Places at which `search_blocks` may cut, besides those of `quickest_fill`."""
+
+RAMPS: Final = (2, 4, 8, 16, 32, 64)
+"""Shares of a buffer that `quickest_fill` tries for the first block, as what a buffer is divided by."""
 
 FINEST: Final = (2, 4, 8, 16, 32, 64)
 """Shares of the memory that `keeping_blocks` tries, as what one is divided by."""
@@ -120,6 +124,28 @@ def largest_op(touches: Touches) -> Bytes:
     return int(np.where(np.diff(touches.starts) > 0, sums, 0).max(initial=0))
 
 
+def quickest_fill(touches: Touches, most: Bytes, device: Device) -> list[int]:
+    """The cuts that take the least time with two buffers, of those that are found in one pass each.
+
+    Nothing hides what the first block lacks, nor what a block lacks beyond what the one before computes. So the fullest
+    block is the worst to begin with where ops outlast copies. Tried are:
+
+    - `max_fill`, which has the fewest blocks and mostly the fewest copies; and the same from the last op to the first,
+      which begins with the block that is not full;
+    - ramps: first a share of a buffer (`RAMPS`), then twice as much from block to block until they are full;
+    - parts of even ops, bytes and seconds, as few as fit, and no fewer than the blocks of `max_fill`.
+
+    Raises what `max_fill` raises.
+    """
+    filled = max_fill(touches, most)
+    fills, halves = _Fills(touches, most), _Halves(touches)
+    tried = [
+        filled, fills.from_the_end(), *(fills.ramp(share) for share in RAMPS),
+        *(fills.even(weights, len(filled) - 1) for weights in _weights(touches)),
+    ]  # fmt: skip
+    return min(tried, key=lambda cuts: halves.times(cuts, device).seconds)
+
+
 def search_blocks(touches: Touches, most: Bytes, device: Device, candidates: int = CANDIDATES) -> list[int]:
     """The cuts among so many places that take the least time with two buffers, by dynamic programming.
 
@@ -129,14 +155,13 @@ def search_blocks(touches: Touches, most: Bytes, device: Device, candidates: int
         f(i, j, k) = min over l of max(C(j, k), out(i, j, k) + in(j, k, l)) + f(j, k, l)
 
     What one block leaves to the next but one is taken to be copied out and in. O(candidates * width^3), where width is
-    the most places that a block covers. Cuts of `max_fill` and into parts of even ops, bytes or seconds are among those
-    of which the fastest by `block_times` is returned.
+    the most places that a block covers. Places are the cuts of `quickest_fill`, which is returned where it is no slower
+    by `block_times`, and those into parts of even bytes.
 
     Raises what `max_fill` raises.
     """
-    filled = max_fill(touches, most)
-    evens = [_even(weights, candidates) for weights in _weights(touches)]
-    places = sorted({*filled, *evens[1]})
+    quick = quickest_fill(touches, most, device)
+    places = sorted({*quick, *_even(_weights(touches)[1], candidates)})
     sets = _sets_of(touches, places, most)
     clock = np.concatenate([[0.0], np.cumsum(touches.seconds)])[places]
     out, lacking = _links(touches, places, sets, device)
@@ -157,10 +182,8 @@ def search_blocks(touches: Touches, most: Bytes, device: Device, candidates: int
         row = before[k].index(j)
         j, k = k, after[k][place]
         found.append(places[k])
-    least = len(filled) - 1
-    even = (_even(weights, count) for weights in _weights(touches) for count in range(least, 2 * least + 1))
-    tried = [found, filled, *(cuts for cuts in even if _fits(touches, cuts, most))]
-    return min(tried, key=lambda cuts: block_times(touches, cuts, 2 * most, device, double_buffer=True).seconds)
+    halves = _Halves(touches)
+    return min((quick, found), key=lambda cuts: halves.times(cuts, device).seconds)
 
 
 _Sets: TypeAlias = dict[tuple[int, int], tuple[NDArray[np.float64], NDArray[np.float64]]]
@@ -194,6 +217,8 @@ def _links(touches: Touches, places: Sequence[int], sets: _Sets, device: Device)
         alive = nbytes * ((touches.until > touches.ops) | (last >= places[j]))
         leaves = ((written * alive).sum(axis=1)[:, None] - (written * alive) @ ahead.T) / device.out_per_second
         lacks = ((ahead @ old)[None] - (behind * old) @ ahead.T) / device.in_per_second
+        leaves += device.copy_seconds * (leaves > 0)
+        lacks += device.copy_seconds * (lacks > 0)
         out |= {(j, k): leaves[:, column] for column, k in enumerate(after[j])}
         lacking |= {(i, j): lacks[row] for row, i in enumerate(before[j])}
     return out, lacking
@@ -210,12 +235,77 @@ def _even(weights: NDArray[np.float64], count: int) -> list[int]:
     """Cuts into so many parts of about the same weight."""
     total = np.cumsum(weights)
     inner = np.searchsorted(total, total[-1] * np.arange(1, count) / count) + 1
-    return [0, *sorted({int(one) for one in inner if one < len(weights)}), len(weights)]
+    cuts: list[int] = np.unique(np.append(inner[inner < len(weights)], (0, len(weights)))).tolist()
+    return cuts
 
 
-def _fits(touches: Touches, cuts: Cuts, most: Bytes) -> bool:
-    parts = (np.unique(touches.storages[touches.starts[i] : touches.starts[j]]) for i, j in pairwise(cuts))
-    return all(int(touches.nbytes[part].sum()) <= most for part in parts)
+@final
+class _Fills:
+    """Ways to fill blocks up to so many bytes each, where every op alone fits."""
+
+    def __init__(self, touches: Touches, most: Bytes) -> None:
+        self._starts: list[int] = touches.starts.tolist()
+        self._storages: list[int] = touches.storages.tolist()
+        self._nbytes: list[Bytes] = touches.nbytes.tolist()
+        self._ops, self._most = touches.ops, most
+        self._ends = np.array(self._longest(), np.int64)
+
+    def _longest(self) -> list[int]:
+        """Where the longest block ends that begins at each op."""
+        ends, counts, filled, end = list[int](), [0] * len(self._nbytes), 0, 0
+        for op in range(self._ops):
+            while end < self._ops:
+                touched = self._storages[self._starts[end] : self._starts[end + 1]]
+                more = sum([self._nbytes[one] for one in touched if not counts[one]])
+                if filled + more > self._most:
+                    break
+                for one in touched:
+                    counts[one] += 1
+                filled, end = filled + more, end + 1
+            ends.append(end)
+            for one in self._storages[self._starts[op] : self._starts[op + 1]]:
+                counts[one] -= 1
+                if not counts[one]:
+                    filled -= self._nbytes[one]
+        return ends
+
+    def ramp(self, share: int) -> list[int]:
+        """First that share of a buffer, then twice as much from block to block until they are full."""
+        cuts, limit = [0], self._most // share
+        while limit < self._most and cuts[-1] < self._ops:
+            cuts.append(self._end(cuts[-1], limit))
+            limit *= 2
+        while cuts[-1] < self._ops:
+            cuts.append(int(self._ends[cuts[-1]]))
+        return cuts
+
+    def _end(self, first: int, limit: Bytes) -> int:
+        """Of a block that takes ops up to that limit, at least one."""
+        inside, filled = set[int](), 0
+        for op in range(first, self._ops):
+            new = [one for one in self._storages[self._starts[op] : self._starts[op + 1]] if one not in inside]
+            filled += sum([self._nbytes[one] for one in new])
+            if filled > limit and op > first:
+                return op
+            inside.update(new)
+        return self._ops
+
+    def from_the_end(self) -> list[int]:
+        """Each as long as it can be, the last first."""
+        cuts = [self._ops]
+        while cuts[-1] > 0:
+            cuts.append(int(np.searchsorted(self._ends, cuts[-1])))
+        return cuts[::-1]
+
+    def even(self, weights: NDArray[np.float64], least: int) -> list[int]:
+        """Parts of about the same weight, as few as fit and so many or more."""
+        count = least
+        while count < self._ops:
+            cuts = _even(weights, count)
+            if np.all(self._ends[cuts[:-1]] >= cuts[1:]):
+                return cuts
+            count += max(count // 16, 1)
+        return list(range(self._ops + 1))
 
 
 def keeping_blocks(touches: Touches, allowed: Bytes, device: Device) -> list[int]:
@@ -272,15 +362,17 @@ def block_times(touches: Touches, cuts: Cuts, allowed: Bytes, device: Device, *,
             be room for it. Otherwise only as much leaves as block b + 1 has no room for in `allowed`, and first what
             is used again last.
     """
+    if double_buffer:
+        return _Halves(touches).times(cuts, device)
     run = _Run(touches, allowed, cuts)
     blocks = run.uses.blocks
-    clock = link = run.bring(blocks[0]) / device.in_per_second if blocks else 0.0
-    computed = np.add.reduceat(np.append(touches.seconds, 0.0), cuts[:-1]) if blocks else np.zeros(0)
+    clock = run.bring(blocks[0]) / device.in_per_second if blocks else 0.0
+    computed = _computed(touches, cuts)
     for number, block in enumerate(blocks):
         written = touches.writes[touches.starts[cuts[number]] : touches.starts[cuts[number + 1]]]
         part = touches.storages[touches.starts[cuts[number]] : touches.starts[cuts[number + 1]]]
         following = run.uses.following(number)
-        out = run.leave(block, following, number, double_buffer=double_buffer)
+        out = run.leave(block, following, number)
         back = run.bring(following)
         run.wrote(set(part[written].tolist()))
         link = out / device.out_per_second + back / device.in_per_second
@@ -289,6 +381,49 @@ def block_times(touches: Touches, cuts: Cuts, allowed: Bytes, device: Device, *,
         run.forget(cuts[number + 1])
     total = float(touches.seconds.sum())
     return BlockTimes(seconds=clock, stall_seconds=clock - total, bytes_out=run.bytes_out, bytes_in=run.bytes_in)
+
+
+def _computed(touches: Touches, cuts: Cuts) -> NDArray[np.float64]:
+    """[blocks] Seconds of the ops of each."""
+    return np.add.reduceat(np.append(touches.seconds, 0.0), cuts[:-1]) if len(cuts) > 1 else np.zeros(0)
+
+
+@final
+class _Halves:
+    """What steps take in two buffers, by where they are cut. Touches are sorted once, by storage and then by op."""
+
+    def __init__(self, touches: Touches) -> None:
+        self._touches = touches
+        order = np.argsort(touches.storages, kind="stable")
+        self._storages, self._writes = touches.storages[order], touches.writes[order]
+        self._ops = np.repeat(np.arange(touches.ops), np.diff(touches.starts))[order]
+
+    def times(self, cuts: Cuts, device: Device) -> BlockTimes:
+        """A storage is in memory for runs of blocks, of which no more than one after the other does not touch it: it
+        comes in beside the block before a run, and goes out beside the one after it, if it was written and lives on."""
+        touches, ends, blocks = self._touches, np.asarray(cuts), len(cuts) - 1
+        block = np.repeat(np.arange(blocks), np.diff(ends))[self._ops]
+        other = np.ones(len(block), bool)
+        other[1:] = self._storages[1:] != self._storages[:-1]
+        begins = other.copy()
+        begins[1:] |= np.diff(block) > 2  # what the next block but one touches stays
+        runs = np.flatnonzero(begins)
+        storage, fresh, first = self._storages[runs], other[runs], block[runs]
+        after = block[np.append(runs, len(block))[1:] - 1] + 1  # the block after each run
+        comes = ~fresh | touches.there[storage]
+        again = ~np.append(fresh, True)[1:]
+        goes = (after < blocks) & (again | (touches.until[storage] > ends[after]))
+        goes &= ~comes | (np.logical_or.reduceat(self._writes, runs) if len(runs) else fresh)
+        nbytes = touches.nbytes[storage]
+        brought = np.bincount(first[comes], nbytes[comes], blocks + 1)
+        out = np.bincount(after[goes], nbytes[goes], blocks)
+        link = out / device.out_per_second + brought[1:] / device.in_per_second
+        link += device.copy_seconds * ((out > 0).astype(int) + (brought[1:] > 0))
+        clock = float(brought[0] / device.in_per_second + np.maximum(_computed(touches, cuts), link).sum())
+        return BlockTimes(
+            seconds=clock, stall_seconds=clock - float(touches.seconds.sum()), bytes_out=int(out.sum()),
+            bytes_in=int(brought.sum()),
+        )  # fmt: skip
 
 
 @final
@@ -351,12 +486,10 @@ class _Run:
         self.bytes_in += copied
         return copied
 
-    def leave(self, block: set[int], following: set[int], number: int, *, double_buffer: bool) -> Bytes:
+    def leave(self, block: set[int], following: set[int], number: int) -> Bytes:
         """Room for the block after block `number`; the bytes that were copied out."""
-        free = self._present - block - following
-        if not double_buffer:
-            wanted = self.uses.nbytes(self._present | following) - self._allowed
-            free = set(self.uses.last_used(free, number, wanted))
+        wanted = self.uses.nbytes(self._present | following) - self._allowed
+        free = set(self.uses.last_used(self._present - block - following, number, wanted))
         copied = self.uses.nbytes(free - self._hosted)
         self._hosted |= free
         self._present -= free
