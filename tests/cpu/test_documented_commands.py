@@ -23,7 +23,7 @@ DOCUMENTS = documents()
 SMALLER = {
     "resnet50": "train.py:build", "bert-base": "train.py:build", "bert-small": "train.py:build", "1440": "4",
     "bert-large": "train.py:build", "200MB": "4MB", "STEP": "bert.jsonl.gz", "bert.jsonl.gz": "bert.jsonl.gz",
-    "examples/sorting.py:build": f"{ROOT}/examples/sorting.py:build",
+    "0.6x": "1x", "examples/sorting.py:build": f"{ROOT}/examples/sorting.py:build",
 }  # fmt: skip
 """What is put in place of the words of a command, so that it takes no time."""
 MORE = {

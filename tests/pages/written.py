@@ -192,7 +192,7 @@ def write_papers(folder: Path) -> None:
     command("record", "bert-base", "--fake", "--batch", "32", "--length", "256", "-o", step)
     for method in ("delta", "window", "mimose", "dynn-offload"):
         run = folder / f"{method}.jsonl"
-        command("simulate", step, "--budget", "60%", "--method", method, "--device", "v100-pcie", "-o", run)
+        command("simulate", step, "--budget", "0.6x", "--method", method, "--device", "v100-pcie", "-o", run)
         command("report", run)
     page = folder / "papaya.html"
     methods = ("--methods", "checkpoint,swap")
