@@ -9,9 +9,11 @@ The planner differs from the paper in:
 
 - What is not needed by the next block stays where there is room for it, and what is used again last leaves first. As
   published (`as_published`) device memory is two halves, and all that neither this block nor the next touches leaves.
-- Blocks fill the share of the budget that takes the least time (`keeping_blocks`). As published they fill half of it,
-  cut by dynamic programming in place of Sentinel's partition, of which the paper says that it maximizes the overlap.
-- A copy out begins right after the last use, not when the next block begins.
+- Blocks fill the share of the budget that takes the least time (`FINEST`). As published they fill half of it, cut by
+  dynamic programming in place of Sentinel's partition, of which the paper says that it maximizes the overlap.
+- A copy out begins right after the last use, not when the next block begins. And blocks say what moves, but not when:
+  a copy in begins as soon as there is room for it, however many blocks ahead (`_Earlier`). As published it begins
+  during the block before.
 - Storages below `SMALLEST` stay, as the engines do not move them.
 
 The policy differs from the paper in:
@@ -28,18 +30,22 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from math import inf
 from os import PathLike
 from typing import Final, NamedTuple, Self, TypeAlias, final
 
+import numpy as np
+
 from spillway.costs.device import Device
 from spillway.errors import BudgetInfeasible
 from spillway.ir import Gap, Host, Plan, StorageId
 from spillway.ir.account import account
-from spillway.ir.lives import lives_of, versions_of
+from spillway.ir.lives import Life, lives_of, versions_of
 from spillway.ir.timeline import Kind
+from spillway.methods.absent_bytes import comes_in
 from spillway.methods.base import (
     SMALLEST,
     AbstractPlanner,
@@ -52,9 +58,10 @@ from spillway.methods.base import (
     Problem,
     Proposal,
 )
+from spillway.methods.plan_clock import PlanClock
 from spillway.pilots.course import Course
 from spillway.pilots.decisions import DecisionPilot
-from spillway.pilots.execution_blocks import Cuts, Touches, Uses, keeping_blocks, largest_op, search_blocks
+from spillway.pilots.execution_blocks import Cuts, Touches, Uses, largest_op, max_fill, search_blocks
 from spillway.pilots.paths import Dynamism
 from spillway.pilots.pilot import AbstractPilot
 from spillway.pilots.program import Group, Program
@@ -64,6 +71,10 @@ from spillway.units import Bytes, Seconds
 TIGHTER: Final = 0.9
 """Of the room for two blocks, what is tried next where what stays, or is on its way, was too much."""
 TRIES: Final = 24
+
+FINEST: Final = (2, 4, 8, 16, 32, 64)
+"""Shares of the memory that a block may fill where it is not halved, as what it is divided by: small blocks leave room
+for what is used again soon."""
 
 PilotMaker: TypeAlias = Callable[[Program], AbstractPilot]
 """A pilot of a network, which has learned nothing."""
@@ -359,13 +370,32 @@ class DynnOffloadPlanner(AbstractPlanner):
     def plan(self, problem: Problem) -> Plan:
         """Raises BudgetInfeasible if an op alone needs more than a buffer, or than the budget where halves are not
         rigid."""
-        step, lives = problem.step, lives_of(problem.step)
-        touches, room = Touches.of_step(step), problem.allowed
+        step, device, lives = problem.step, problem.device, lives_of(problem.step)
+        touches = Touches.of_step(step)
+        if self.double_buffer:
+            halves = self._gaps(problem, touches, lives, partial(_searched, touches, device))
+            return problem.plan_with(halves, lives)
+        early, clock = _Earlier(problem, lives), PlanClock(step, lives, device)
+        found = list[list[Gap]]()
+        for share in FINEST:
+            gaps = self._gaps(problem, touches, lives, partial(_filled, touches, share))
+            if account(step, gaps, lives).peak <= problem.allowed:
+                found += [early.fetched(gaps), early.fetched(early.left(gaps))]
+            else:
+                found.append(gaps)
+        fitting = [gaps for gaps in found if account(step, gaps, lives).peak <= problem.allowed]
+        return problem.plan_with(min(fitting or found, key=clock.seconds), lives)
+
+    def _gaps(
+        self, problem: Problem, touches: Touches, lives: Sequence[Life], cut: Callable[[Bytes], Cuts]
+    ) -> list[Gap]:
+        """What leaves and comes by these cuts of so much room, with as much room as lets it keep the budget."""
+        step, room = problem.step, problem.allowed
         fixed = sum(one.nbytes for one in step.storages if one.nbytes < SMALLEST)
         gaps: list[Gap] = []
         for _ in range(TRIES):
             try:
-                cuts = self._cuts(touches, room, problem.device)
+                cuts = cut(room)
             except BudgetInfeasible as error:  # two halves of an odd number are a byte less
                 raise BudgetInfeasible(
                     needed=error.needed, allowed=problem.allowed, op=error.op, op_index=error.op_index,
@@ -377,12 +407,61 @@ class DynnOffloadPlanner(AbstractPlanner):
             if room * TIGHTER < (2 if self.double_buffer else 1) * largest_op(touches):
                 break
             room = int(room * TIGHTER)
-        return problem.plan_with(gaps, lives)
+        return gaps
 
-    def _cuts(self, touches: Touches, room: Bytes, device: Device) -> Cuts:
-        if not self.double_buffer:
-            return keeping_blocks(touches, room, device)
-        return search_blocks(touches, room // 2, device)
+
+def _filled(touches: Touches, share: int, room: Bytes) -> Cuts:
+    return max_fill(touches, room // share, alone=room)
+
+
+def _searched(touches: Touches, device: Device, room: Bytes) -> Cuts:
+    return search_blocks(touches, room // 2, device)
+
+
+@final
+class _Earlier:
+    """Copies that begin earlier than the block before: blocks say what moves, and memory when it can."""
+
+    def __init__(self, problem: Problem, lives: Sequence[Life]) -> None:
+        self._problem, self._step, self._lives = problem, problem.step, lives
+        self._clock = list(accumulate((op.seconds or 0.0 for op in problem.step.ops), initial=0.0))
+
+    def _nbytes(self, gap: Gap) -> Bytes:
+        return self._step.storages[self._step.values[gap.value].storage].nbytes
+
+    def fetched(self, gaps: Sequence[Gap]) -> list[Gap]:
+        """In the same order, each as soon as there is room for it from then on."""
+        ops, found, before = len(self._step.ops), list[Gap](), 0
+        levels = np.array(account(self._step, gaps, self._lives).during)
+        for gap in sorted(gaps, key=lambda one: one.end):
+            if comes_in(self._lives[gap.value], gap.end, ops):
+                nbytes, first = self._nbytes(gap), max(gap.start + 1, before)
+                full = np.flatnonzero(levels[first : gap.end] + nbytes > self._problem.allowed)
+                before = min(first + int(full[-1]) + 1 if len(full) else first, gap.end)
+                levels[before : gap.end] += nbytes
+                gap = replace(gap, end=before)
+            found.append(gap)
+        return found
+
+    def left(self, gaps: Sequence[Gap]) -> list[Gap]:
+        """Each is gone as soon as its copy should be done; what host memory has, right after its last use."""
+        ops, values, free = len(self._step.ops), self._step.values, 0.0
+        ends = {values[gap.value].storage for gap in gaps if gap.end == ops < self._lives[gap.value].ends}
+        hosted = {one.id for one in values if not one.version and one.storage in ends}
+        hosted |= {gap.value for gap in gaps if not gap.start}
+        found = [gap for gap in gaps if not gap.start]
+        uses = [(max(self._used(gap)), gap) for gap in gaps if gap.start]
+        for used, gap in sorted(uses, key=lambda one: (one[0], one[1].start)):
+            start = max(used, 0) + 1
+            if gap.value not in hosted:
+                free = max(free, self._clock[start]) + self._problem.device.out_seconds(self._nbytes(gap))
+                start = bisect_left(self._clock, free, start, gap.start)
+            hosted.add(gap.value)
+            found.append(replace(gap, start=start))
+        return found
+
+    def _used(self, gap: Gap) -> Iterator[int]:
+        return (use for use in self._lives[gap.value].uses if use < gap.start)
 
 
 @final

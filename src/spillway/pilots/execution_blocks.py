@@ -32,9 +32,6 @@ CANDIDATES: Final = 72
 RAMPS: Final = (2, 4, 8, 16, 32, 64)
 """Shares of a buffer that `quickest_fill` tries for the first block, as what a buffer is divided by."""
 
-FINEST: Final = (2, 4, 8, 16, 32, 64)
-"""Shares of the memory that `keeping_blocks` tries, as what one is divided by."""
-
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -306,16 +303,6 @@ class _Fills:
                 return cuts
             count += max(count // 16, 1)
         return list(range(self._ops + 1))
-
-
-def keeping_blocks(touches: Touches, allowed: Bytes, device: Device) -> list[int]:
-    """The cuts by `max_fill` into half the memory, a quarter and so on (`FINEST`) that take the least time where memory
-    is not halved (`block_times`): small blocks leave room for what is used again soon.
-
-    Raises BudgetInfeasible for an op that touches more than is allowed.
-    """
-    tried = [max_fill(touches, allowed // share, alone=allowed) for share in FINEST]
-    return min(tried, key=lambda cuts: block_times(touches, cuts, allowed, device, double_buffer=False).seconds)
 
 
 def _sets_of(touches: Touches, places: Sequence[int], most: Bytes) -> _Sets:
