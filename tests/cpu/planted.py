@@ -404,7 +404,7 @@ PLANTED: Final[Mapping[str, list[Plant]]] = MappingProxyType(
             everywhere(".*processor time.*", {"cut": "greedy"}, cut_seconds=WORSE),
         ],
         "dynn_training_time": [
-            plant(".*time over that.*", {"method": "dynn-offload"}, overhead=WORSE),
+            plant(".*time over that.*", {"method": "dynn-offload", "load": 1.0}, overhead=WORSE),
             plant("cells in which.*", overhead=GONE),
         ],
         "papaya_paper": [
