@@ -200,12 +200,10 @@ NOTES: Final = (
     "device.",
     "DTR moves what it may not drop, where its paper's runs out of memory.",
 )
-NETWORKS: Final = tuple(one for one in SIZES if one != "evoformer")
-"""DTR takes minutes for each budget of the folding trunk's 7,600 ops."""
 BENCHMARK: Final = Benchmark(
     name="dynn_training_time",
     run=run,
     judge=_checks,
-    full=Size(networks=NETWORKS, shares=(0.5, 0.7, 0.9), loads=(1.0, 4.0)),
+    full=Size(networks=tuple(SIZES), shares=(0.5, 0.7, 0.9), loads=(1.0, 4.0)),
     quick=Size(networks=("var-lstm",), shares=(0.7,), loads=(1.0, 4.0), smaller=True),
 )

@@ -376,15 +376,17 @@ class DynnOffloadPlanner(AbstractPlanner):
             halves = self._gaps(problem, touches, lives, partial(_searched, touches, device))
             return problem.plan_with(halves, lives)
         early, clock = _Earlier(problem, lives), PlanClock(step, lives, device)
-        found = list[list[Gap]]()
+        fitting, others = list[list[Gap]](), list[tuple[Bytes, list[Gap]]]()
         for share in FINEST:
             gaps = self._gaps(problem, touches, lives, partial(_filled, touches, share))
-            if account(step, gaps, lives).peak <= problem.allowed:
-                found += [early.fetched(gaps), early.fetched(early.left(gaps))]
+            peak = account(step, gaps, lives).peak
+            if peak > problem.allowed:
+                others.append((peak, gaps))
             else:
-                found.append(gaps)
-        fitting = [gaps for gaps in found if account(step, gaps, lives).peak <= problem.allowed]
-        return problem.plan_with(min(fitting or found, key=clock.seconds), lives)
+                fitting += [early.fetched(gaps), early.fetched(early.left(gaps))]
+        if not fitting:
+            return problem.plan_with(min(others, key=lambda one: one[0])[1], lives)
+        return problem.plan_with(min(fitting, key=clock.seconds), lives)
 
     def _gaps(
         self, problem: Problem, touches: Touches, lives: Sequence[Life], cut: Callable[[Bytes], Cuts]
