@@ -274,8 +274,8 @@ def following_seconds(task: Task, count: int) -> float:
 
 
 _VAR_BERT: Final = {"width": 768, "layers": 12, "heads": 12, "target": 0.5, "rate": 1e-4, "longest": 48}
-"""As wide, as deep and trained at the rate of BERT-base; on texts that are short enough for it to compute no longer than
-it copies."""
+"""As wide, as deep and trained at the rate of BERT-base, on texts that are so short that it computes no longer than it
+copies."""
 
 BENCHMARK: Final = Benchmark(
     name="foreseen",
