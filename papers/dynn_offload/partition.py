@@ -22,10 +22,16 @@ from benchmarks.record import Benchmark, Check, Result, Row, Tell, frozen
 from papers.dynn_offload.steps import SIZES, step_of
 from spillway.calibration.named_device import device_of
 from spillway.costs import Device
-from spillway.pilots.execution_blocks import Touches, block_times, largest_op, max_fill, quickest_fill, search_blocks
+from spillway.pilots.execution_blocks import (
+    Halves,
+    Touches,
+    largest_op,
+    max_fill,
+    quickest_fill,
+    search_blocks,
+)
 
 FULLEST, GREEDY, SEARCHED = "max-fill", "greedy", "dynamic programming"
-KEEPING = f"{FULLEST}, kept by farthest next use"
 EVEN: Final = ("ops", "bytes", "seconds")
 
 
@@ -78,19 +84,14 @@ def _rows(network: str, touches: Touches, allowed: int, share: float, load: floa
         cuts[name] = cut(touches, half)
         seconds[name] = time.process_time() - began
     cuts |= {f"even {what}": even(touches, half, what, len(cuts[FULLEST]) - 1) for what in EVEN}
-    head = {"network": network, "share": share, "load": load}
+    head, halves = {"network": network, "share": share, "load": load}, Halves(touches)
     for name, chosen in cuts.items():
-        found = block_times(touches, chosen, allowed, device, double_buffer=True)
+        found = halves.times(chosen, device)
         yield {
             **head, "cut": name, "blocks": len(chosen) - 1, "over_plain": found.seconds / plain,
             "first": _first_load(touches, chosen, device) / plain, "gb_in": found.bytes_in / 1e9,
             "cut_seconds": seconds.get(name),
         }  # fmt: skip
-    found = block_times(touches, cuts[FULLEST], allowed, device, double_buffer=False)
-    yield {
-        **head, "cut": KEEPING, "blocks": len(cuts[FULLEST]) - 1, "over_plain": found.seconds / plain,
-        "gb_in": found.bytes_in / 1e9,
-    }  # fmt: skip
 
 
 def _first_load(touches: Touches, cuts: Sequence[int], device: Device) -> float:

@@ -19,8 +19,8 @@ from spillway.methods import Problem
 from spillway.methods.absent_bytes import comes_in
 from spillway.methods.dynn_offload import DynnOffloadPlanner
 from spillway.pilots.execution_blocks import (
+    Halves,
     Touches,
-    block_times,
     largest_op,
     max_fill,
     quickest_fill,
@@ -65,34 +65,19 @@ def test_an_op_that_no_buffer_holds_is_refused_with_the_memory_that_would_do() -
 
 def test_what_the_next_block_touches_too_is_not_copied() -> None:
     touches = touches_of((0, 1), (1, 2), (2, 3))
-    done = block_times(touches, [0, 1, 2, 3], 4 << 20, DEVICE, double_buffer=True)
+    done = Halves(touches).times([0, 1, 2, 3], DEVICE)
     assert (done.bytes_in, done.bytes_out) == (4 << 20, 0)  # nothing was written, so host memory has all of it
 
 
 def test_what_was_written_goes_out_before_the_next_comes_in() -> None:
     touches = touches_of((0,), (1,), (2,), writes=True)
-    done = block_times(touches, [0, 1, 2, 3], 2 << 20, DEVICE, double_buffer=True)
+    done = Halves(touches).times([0, 1, 2, 3], DEVICE)
     assert (done.bytes_in, done.bytes_out) == (3 << 20, 2 << 20)  # the last stays
-
-
-def test_where_there_is_room_what_is_used_again_stays() -> None:
-    touches = touches_of((0,), (1,), (2,), (0,), (1,), (2,), seconds=1e-5)
-    halves = block_times(touches, range(7), 8 << 20, DEVICE, double_buffer=True)
-    kept = block_times(touches, range(7), 8 << 20, DEVICE, double_buffer=False)
-    assert (halves.bytes_in, kept.bytes_in) == (6 << 20, 3 << 20)
-    assert kept.seconds < halves.seconds
-
-
-def test_what_is_used_again_last_leaves_first() -> None:
-    # Room for three: when 3 is to come in, 0 is wanted next and 1 last.
-    touches = touches_of((0,), (1,), (2,), (3,), (0,), (2,), (1,))
-    kept = block_times(touches, range(8), 3 << 20, DEVICE, double_buffer=False)
-    assert kept.bytes_in == 5 << 20  # each once, and 1 again
 
 
 def test_copies_hide_beside_compute_that_is_longer() -> None:
     touches = touches_of(*[(one,) for one in range(8)], seconds=1.0)
-    done = block_times(touches, range(9), 2 << 20, DEVICE, double_buffer=True)
+    done = Halves(touches).times(range(9), DEVICE)
     assert done.stall_seconds == pytest.approx(DEVICE.in_seconds(1 << 20) - DEVICE.copy_seconds)
 
 
@@ -118,7 +103,7 @@ def blocks_of(touches: Touches, cuts: list[int]) -> list[set[int]]:
 
 
 def seconds_of(touches: Touches, cuts: list[int]) -> float:
-    return block_times(touches, cuts, 1, DEVICE, double_buffer=True).seconds
+    return Halves(touches).times(cuts, DEVICE).seconds
 
 
 def block_by_block(touches: Touches, cuts: list[int]) -> tuple[float, int, int]:
@@ -152,7 +137,7 @@ def block_by_block(touches: Touches, cuts: list[int]) -> tuple[float, int, int]:
 def test_two_buffers_take_what_they_take_block_by_block(touches: Touches, data: st.DataObject) -> None:
     inner = data.draw(st.sets(st.integers(1, touches.ops - 1)))
     cuts = [0, *sorted(inner), touches.ops]
-    done = block_times(touches, cuts, 1, DEVICE, double_buffer=True)
+    done = Halves(touches).times(cuts, DEVICE)
     seconds, out, back = block_by_block(touches, cuts)
     assert (done.bytes_out, done.bytes_in) == (out, back)
     assert done.seconds == pytest.approx(seconds, rel=1e-12)
@@ -191,8 +176,8 @@ def test_the_first_block_is_short_where_ops_hide_all_other_copies() -> None:
     touches = touches_of(*[(one,) for one in range(64)], seconds=1e-3)
     full, quick = max_fill(touches, 16 << 20), quickest_fill(touches, 16 << 20, DEVICE)
     assert (full[1], quick[1]) == (16, 1)
-    assert block_times(touches, full, 32 << 20, DEVICE, double_buffer=True).stall_seconds > 1e-3
-    assert block_times(touches, quick, 32 << 20, DEVICE, double_buffer=True).stall_seconds < 1e-4
+    assert Halves(touches).times(full, DEVICE).stall_seconds > 1e-3
+    assert Halves(touches).times(quick, DEVICE).stall_seconds < 1e-4
 
 
 @pytest.mark.parametrize("planner", [DynnOffloadPlanner(), DynnOffloadPlanner.as_published()])

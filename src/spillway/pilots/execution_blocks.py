@@ -135,7 +135,7 @@ def quickest_fill(touches: Touches, most: Bytes, device: Device) -> list[int]:
     Raises what `max_fill` raises.
     """
     filled = max_fill(touches, most)
-    fills, halves = _Fills(touches, most), _Halves(touches)
+    fills, halves = _Fills(touches, most), Halves(touches)
     tried = [
         filled, fills.from_the_end(), *(fills.ramp(share) for share in RAMPS),
         *(fills.even(weights, len(filled) - 1) for weights in _weights(touches)),
@@ -153,7 +153,7 @@ def search_blocks(touches: Touches, most: Bytes, device: Device, candidates: int
 
     What one block leaves to the next but one is taken to be copied out and in. O(candidates * width^3), where width is
     the most places that a block covers. Places are the cuts of `quickest_fill`, which is returned where it is no slower
-    by `block_times`, and those into parts of even bytes.
+    by `Halves`, and those into parts of even bytes.
 
     Raises what `max_fill` raises.
     """
@@ -179,7 +179,7 @@ def search_blocks(touches: Touches, most: Bytes, device: Device, candidates: int
         row = before[k].index(j)
         j, k = k, after[k][place]
         found.append(places[k])
-    halves = _Halves(touches)
+    halves = Halves(touches)
     return min((quick, found), key=lambda cuts: halves.times(cuts, device).seconds)
 
 
@@ -338,46 +338,14 @@ class BlockTimes:
     """Copied back."""
 
 
-def block_times(touches: Touches, cuts: Cuts, allowed: Bytes, device: Device, *, double_buffer: bool) -> BlockTimes:
-    """What the step takes if it is known in advance and cut so.
-
-    As block b begins, the link takes out what has to leave and then brings what block b + 1 lacks, one after the other,
-    as published (section IV-E); block b + 1 begins when both it and block b are done.
-
-    Arguments:
-        double_buffer: Two halves, as published: what neither block b nor the next touches leaves, although there may
-            be room for it. Otherwise only as much leaves as block b + 1 has no room for in `allowed`, and first what
-            is used again last.
-    """
-    if double_buffer:
-        return _Halves(touches).times(cuts, device)
-    run = _Run(touches, allowed, cuts)
-    blocks = run.uses.blocks
-    clock = run.bring(blocks[0]) / device.in_per_second if blocks else 0.0
-    computed = _computed(touches, cuts)
-    for number, block in enumerate(blocks):
-        written = touches.writes[touches.starts[cuts[number]] : touches.starts[cuts[number + 1]]]
-        part = touches.storages[touches.starts[cuts[number]] : touches.starts[cuts[number + 1]]]
-        following = run.uses.following(number)
-        out = run.leave(block, following, number)
-        back = run.bring(following)
-        run.wrote(set(part[written].tolist()))
-        link = out / device.out_per_second + back / device.in_per_second
-        link += device.copy_seconds * ((out > 0) + (back > 0))
-        clock += max(float(computed[number]), link)
-        run.forget(cuts[number + 1])
-    total = float(touches.seconds.sum())
-    return BlockTimes(seconds=clock, stall_seconds=clock - total, bytes_out=run.bytes_out, bytes_in=run.bytes_in)
-
-
-def _computed(touches: Touches, cuts: Cuts) -> NDArray[np.float64]:
-    """[blocks] Seconds of the ops of each."""
-    return np.add.reduceat(np.append(touches.seconds, 0.0), cuts[:-1]) if len(cuts) > 1 else np.zeros(0)
-
-
 @final
-class _Halves:
-    """What steps take in two buffers, by where they are cut. Touches are sorted once, by storage and then by op."""
+class Halves:
+    """What a step takes in two buffers that is known in advance, by where it is cut.
+
+    As block b begins, the link takes out what neither it nor the next one touches, although there may be room for it,
+    and then brings what block b + 1 lacks, as published (section IV-E); block b + 1 begins when both it and block b are
+    done. Touches are sorted once, by storage and then by op.
+    """
 
     def __init__(self, touches: Touches) -> None:
         self._touches = touches
@@ -406,7 +374,8 @@ class _Halves:
         out = np.bincount(after[goes], nbytes[goes], blocks)
         link = out / device.out_per_second + brought[1:] / device.in_per_second
         link += device.copy_seconds * ((out > 0).astype(int) + (brought[1:] > 0))
-        clock = float(brought[0] / device.in_per_second + np.maximum(_computed(touches, cuts), link).sum())
+        computed = np.add.reduceat(np.append(touches.seconds, 0.0), ends[:-1]) if blocks else np.zeros(0)
+        clock = float(brought[0] / device.in_per_second + np.maximum(computed, link).sum())
         return BlockTimes(
             seconds=clock, stall_seconds=clock - float(touches.seconds.sum()), bytes_out=int(out.sum()),
             bytes_in=int(brought.sum()),
@@ -433,7 +402,7 @@ class Uses:
     def nbytes(self, storages: Iterable[int]) -> Bytes:
         return sum([self._nbytes[one] for one in storages])
 
-    def last_used(self, free: Iterable[int], number: int, wanted: float = inf) -> list[int]:
+    def last_used(self, free: Iterable[int], number: int, wanted: float) -> list[int]:
         """Those that are used last of all after that block, the last in front, until they have so many bytes."""
         chosen = list[int]()
         for storage in sorted(free, key=lambda one: (-self._next(one, number), one)):
@@ -448,45 +417,3 @@ class Uses:
         while uses and uses[-1] <= number:
             uses.pop()
         return uses[-1] if uses else inf
-
-
-@final
-class _Run:
-    """What is in memory, block by block."""
-
-    def __init__(self, touches: Touches, allowed: Bytes, cuts: Cuts) -> None:
-        self.uses = Uses(touches, cuts)
-        self._until = touches.until.tolist()
-        self._allowed = allowed
-        self._hosted = set(np.flatnonzero(touches.there).tolist())  # those of which host memory has these bytes
-        self._present = set[int]()
-        self._born = set(self._hosted)  # those that exist
-        self.bytes_out = 0
-        self.bytes_in = 0
-
-    def bring(self, block: set[int]) -> Bytes:
-        """Everything that the block touches is there; the bytes that were copied in."""
-        lacking = block - self._present
-        copied = self.uses.nbytes(lacking & self._born)
-        self._present |= lacking
-        self._born |= lacking
-        self.bytes_in += copied
-        return copied
-
-    def leave(self, block: set[int], following: set[int], number: int) -> Bytes:
-        """Room for the block after block `number`; the bytes that were copied out."""
-        wanted = self.uses.nbytes(self._present | following) - self._allowed
-        free = set(self.uses.last_used(self._present - block - following, number, wanted))
-        copied = self.uses.nbytes(free - self._hosted)
-        self._hosted |= free
-        self._present -= free
-        self.bytes_out += copied
-        return copied
-
-    def wrote(self, storages: set[int]) -> None:
-        """Host memory's bytes of these are old."""
-        self._hosted -= storages
-
-    def forget(self, op: int) -> None:
-        """What is dead before that op is gone."""
-        self._present -= {one for one in self._present if self._until[one] <= op}
