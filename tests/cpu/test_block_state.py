@@ -332,6 +332,64 @@ def test_buffers_that_come_and_go_are_found_as_they_were(made: Callable[[], nn.M
     assert mine == names
 
 
+class Growing(nn.Module):
+    """Writes to its buffers where it trains, in place or by assignment, and reads them always."""
+
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("count", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = torch.sin(self.linear(x) * self.count)
+        if self.training:
+            self.count = self.count * 1.0
+            self.count.mul_(1.5)
+        return out
+
+
+def _in_both_modes(model: nn.Module, x: Tensor) -> Tensor:
+    first = model.eval()(x).square().sum()
+    return first + model.train()(x).sin().sum() + model(x).sum()
+
+
+def _tracking_for_a_part(model: nn.Module, x: Tensor) -> Tensor:
+    norms = [one for one in model.modules() if isinstance(one, nn.BatchNorm1d)]
+    for one in norms:
+        one.track_running_stats = False
+    first = model(x).square().sum()
+    for one in norms:
+        one.track_running_stats = True
+    return first + model(x).sin().sum()
+
+
+@pytest.mark.parametrize("loss_of", [_in_both_modes, _tracking_for_a_part])
+def test_a_call_that_wrote_nothing_runs_again_after_one_that_writes_to_its_buffers(
+    loss_of: Callable[[nn.Module, Tensor], Tensor],
+) -> None:
+    def trained(action: Action | None) -> list[Tensor]:
+        torch.manual_seed(0)
+        block = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.3), Growing())
+        model = nn.Sequential(block, nn.Linear(WIDTH, 1))
+        engine = BlockEngine(model, ["0"], actions=lambda block, call: action) if action is not None else None
+        found = []
+        for _ in range(3):
+            model.zero_grad()
+            loss = loss_of(model, torch.randn(8, WIDTH))
+            loss.backward()
+            found += [loss.detach(), *(one.grad.clone() for one in model.parameters() if one.grad is not None)]
+            found += [one.clone() for one in model.buffers()]
+            calls = engine.calls if engine is not None else ()
+            assert [(call.recomputes, call.kept_because) for call in calls] == [(1, "")] * len(calls)
+        if engine is not None:
+            engine.close()
+        return found
+
+    assert all(map(torch.equal, trained(None), trained(Action.RECOMPUTE)))
+
+
 def test_what_a_call_that_cannot_run_again_is_called_with_is_copied_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     copied, original = list[int](), saved._same_layout
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final, final
@@ -23,7 +24,7 @@ _PLAIN: Final = (Tensor, nn.Parameter)
 
 
 @final
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class Snapshot:
     """One block when one of its calls began."""
 
@@ -42,6 +43,22 @@ class Snapshot:
     """What lies deeper than attributes, where that is known to change or not known yet."""
     prints: list[tuple[str, Tensor, Fingerprint]] = field(default_factory=list)
     """Of parameters, as long as it is not known whether they are written to in a way that no version shows."""
+    copied: dict[Attribute, tuple[Tensor, int]] = field(default_factory=dict)
+    """Buffers of which there are copies, with their versions then."""
+
+    def hand_over(self, earlier: Snapshot) -> None:
+        """After the forward: a call that began earlier, which wrote to none of these buffers and so copied none of
+        them, has the copies of those that were written to now, where they held what it saw."""
+        left = []
+        for entry in earlier.versions:
+            buffer, version, name, module = entry
+            mine, before = self.copied.get((module, name), (None, 0))
+            written = _version_of(buffer) != version or _held(module._buffers, name) is buffer
+            if mine is buffer and before == version and written:
+                earlier.buffers[module, name] = self.buffers[module, name]
+            else:
+                left.append(entry)
+        earlier.versions = left
 
     def written(self) -> str:
         """What was written to since and is not put back: the name of a tensor of which there is no copy, or the class
@@ -70,6 +87,8 @@ class ModuleState:
         self._attributes = Attributes(self._modules)
         self._watched: dict[tuple[bool, ...], set[Attribute]] = {}
         """Buffers that change, by the training flags of the modules."""
+        self._living: list[weakref.ref[Snapshot]] = []
+        """Of calls that have begun, and whose backward may still come."""
         self._looks = 0
         self._deep = False
         """Whether something changes that lies deeper than attributes."""
@@ -93,6 +112,7 @@ class ModuleState:
         buffers: dict[Attribute, Tensor | None] = {}
         parameters: list[tuple[Tensor, int, str, nn.Module]] = []
         versions: list[tuple[Tensor, int, str, nn.Module]] = []
+        copied: dict[Attribute, tuple[Tensor, int]] = {}
         for module in self._modules:
             for name, parameter in module._parameters.items():
                 if parameter is not None:
@@ -100,6 +120,8 @@ class ModuleState:
             for name, buffer in module._buffers.items():
                 looked_at = watched is None or (module, name) in watched
                 copy = _copied(buffer) if buffer is not None and looked_at else None
+                if buffer is not None and copy is not None:
+                    copied[module, name] = buffer, _version_of(buffer)
                 if buffer is None or copy is not None:
                     buffers[module, name] = copy
                 if buffer is not None and (watched is None or copy is None):
@@ -108,6 +130,7 @@ class ModuleState:
         differentiable = [parameter.requires_grad for parameter, *_ in parameters]
         seen_attributes, reach = self._attributes.look(training), self._look_deep()
         snapshot = Snapshot(training, classes, buffers, parameters, differentiable, versions, seen_attributes, reach)
+        snapshot.copied = copied
         if self._looks < LOOKS:
             seen: Seen = {}
             plain = ((name, one) for one, _, name, _ in parameters if _is_plain(one))
@@ -146,6 +169,7 @@ class ModuleState:
         watched = self._watched.get(snapshot.training)
         if watched is None:
             self._learn_buffers(snapshot)
+        self._hand_over(snapshot)
         written = snapshot.written()
         if written and watched is not None:
             for module in self._modules:
@@ -160,6 +184,16 @@ class ModuleState:
         self._watched[snapshot.training] = changed
         snapshot.versions = [entry for entry in snapshot.versions if (entry[3], entry[2]) not in changed]
         snapshot.buffers = {one: before for one, before in copies if one in changed or before is None}
+        snapshot.copied = {one: before for one, before in snapshot.copied.items() if one in changed}
+
+    def _hand_over(self, snapshot: Snapshot) -> None:
+        """Modules that train write to what they only read where they evaluate: the calls before this one can run again
+        all the same."""
+        living = [(one, earlier) for one in self._living if (earlier := one()) is not None]
+        if snapshot.copied:
+            for _, earlier in living:
+                snapshot.hand_over(earlier)
+        self._living = [one for one, _ in living] + [weakref.ref(snapshot)]
 
     def fixed(self) -> set[int]:
         """Addresses of the storages of parameters and buffers: dropping a reference to one frees nothing."""
@@ -269,8 +303,8 @@ def _differs(attribute: Attribute, before: Tensor | None) -> bool:
     now = _held(module._buffers, name)
     if now is None or before is None:
         return now is not before
-    if isinstance(module, _NormBase) and module.training and module.track_running_stats:
-        return True  # also where this batch happened to leave the values as they were
+    if isinstance(module, _NormBase) and module.training:
+        return True  # also where this batch left the values as they were, or nothing is tracked for a while
     if not _can_be_compared(now) or now.shape != before.shape or now.dtype != before.dtype:
         return True
     return not torch.equal(_bits(now), _bits(before))
