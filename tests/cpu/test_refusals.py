@@ -816,3 +816,34 @@ def test_a_loss_that_takes_more_than_the_usual_ones_is_named_as_it_was_seen_besi
         assert isinstance(refusal, BudgetInfeasible)
         assert refusal.exact
         assert isinstance(trained(refusal.smallest_budget), int)
+
+
+def test_where_hooks_update_within_the_backward_a_refusal_is_a_bound_from_below() -> None:
+    """What the backward takes after the update that is refused nobody knows."""
+
+    def trained(budget: Bytes) -> BudgetInfeasible | int:
+        torch.manual_seed(0)
+        model, x = nn.Sequential(*(Widening() for _ in range(8))), torch.randn(256, 64)
+        optimizers = {one: torch.optim.AdamW([one]) for one in model.parameters()}
+
+        def update(parameter: Tensor) -> None:
+            optimizers[parameter].step()
+            optimizers[parameter].zero_grad()
+
+        for parameter in optimizers:
+            parameter.register_post_accumulate_grad_hook(update)
+        with spillway.manage(model, [*optimizers.values()], budget=budget, method="mimose") as memory:
+            try:
+                for _ in range(3):
+                    with memory.step(x):
+                        model(x).square().mean().backward()
+            except BudgetInfeasible as refusal:
+                return refusal
+            return max(report.peak_bytes for report in memory.history)
+
+    peak = trained(1 << 30)
+    assert isinstance(peak, int)
+    refusal = trained(peak * 3 // 4)
+    assert isinstance(refusal, BudgetInfeasible)
+    assert refusal.op_index > 0
+    assert not refusal.exact

@@ -67,7 +67,7 @@ from spillway.session.paging import UNINTERRUPTED, Paging
 from spillway.session.ranks import Agreement
 from spillway.session.tensor_session import report_of
 from spillway.session.updates import Arguments, before_update
-from spillway.session.watch import SAMPLES, Gradient, Seam, StepWatch
+from spillway.session.watch import SAMPLES, Gradient, Seam, StepWatch, in_backward
 from spillway.tiers.disk import DiskTier
 from spillway.tiers.transfer import Freed
 from spillway.units import Bytes, KiB, Seconds, format_bytes
@@ -973,7 +973,7 @@ class _Step(AbstractStep):
         if most > self._session._budget.allowed:
             # The next one may begin with gradients and give them up: of small ones nobody hears that they are gone.
             small = sum(nbytes for nbytes in self._session._of_gradients() if nbytes < UNHEARD)
-            raise self._session._budget.refusal(most, "the step", 0, smallest + small, exact=True)
+            raise self._session._budget.refusal(most, "the step", 0, smallest + small, exact=not in_backward())
 
     @unheard_by_modes
     def optimizer_ended(self) -> None:

@@ -334,7 +334,7 @@ class StepWatch:
     @unheard_by_modes
     def evaluation_begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Blocks run plainly in it."""
-        if _in_backward():
+        if in_backward():
             return  # of a model in somebody's own checkpoint, which runs again
         self._goes_on("e")
         self._mark("evaluation")
@@ -385,7 +385,7 @@ class StepWatch:
         Returns whether that may be done: not within a backward, nor after the budget was passed, nor where something
         waits elsewhere that the block engine itself would bring back, and there is no room for it now.
         """
-        if self._left or _in_backward() or self._engine.running:
+        if self._left or in_backward() or self._engine.running:
             return self._left
         windows = self._trace.so_far() if self._trace is not None else []
         if not windows or self._start + max(window.peak for window in windows) > self._budget.allowed:
@@ -550,7 +550,7 @@ class StepWatch:
             enough = self._enough(peak) if windows and not needs.held else None
             if enough is not None:
                 smallest = min(smallest, max(most, enough, needs.step(0, level)[1]))
-            self._refuse(most, self._engine.begun, smallest, exact=bool(windows))
+            self._refuse(most, self._engine.begun, smallest, exact=bool(windows) and not in_backward())
 
     def recomputing_again(self) -> Rise | None:
         """What another forward like the latest needs above what is there now, if every block is recomputed."""
@@ -679,7 +679,7 @@ class StepWatch:
             level, call = self._begins_with or (0, None)
             rise = self._foresight.recomputing(call) if call is not None else None
             told = level - self._died + rise.most if rise is not None else 0
-            if rise is not None and _in_backward() and self._trace is not None:
+            if rise is not None and in_backward() and self._trace is not None:
                 windows = self._trace.so_far() if self._told() is not None else []
                 if windows:  # what the loss needs has been seen by now
                     told = min(told, self._enough(self._start + max(window.peak for window in windows)) or told)
@@ -706,7 +706,7 @@ class StepWatch:
         if not ended:
             return taken
         grown = max(taken - self.passes[-1].resident, 0)
-        first = 0 if _in_backward() else max(self.largest, grown // ended)
+        first = 0 if in_backward() else max(self.largest, grown // ended)
         more = min(max(len(self._engine.blocks) - ended, 0) * grown // ended, FURTHER * grown)
         return taken + more + first + self._foresight.state
 
@@ -719,7 +719,7 @@ class StepWatch:
         told = self._told()
         if told is not None:
             return told
-        windows = self._trace.so_far() if self._trace is not None and not _in_backward() else []
+        windows = self._trace.so_far() if self._trace is not None and not in_backward() else []
         return self._start + windows[-1].level if windows else None
 
     def _least_taken(self, taken: Bytes) -> Bytes:
@@ -736,7 +736,7 @@ class StepWatch:
 
     def _refuse(self, needed: Bytes, number: int, smallest: Bytes, *, exact: bool) -> NoReturn:
         name = self._engine.unit(number)[0] if number < self._engine.begun else "the step"
-        if "o" not in self.path and (torch.is_grad_enabled() or _in_backward()):
+        if "o" not in self.path and (torch.is_grad_enabled() or in_backward()):
             smallest = max(smallest, self._start + self._foresight.update)
         raise self._budget.refusal(needed, name, number, smallest, exact=exact)
 
@@ -760,7 +760,7 @@ class StepWatch:
             taken + self._budget.claimed > self._budget.allowed
             and self._new
             and self._trace is not None
-            and not _in_backward()
+            and not in_backward()
         ):
             taken -= self._count_again(taken)
         self._budget.observe(taken)
@@ -1009,7 +1009,8 @@ class _Measured:
         return max((window.peak for window in self._windows[start:end]), default=self._base) - self._base
 
 
-def _in_backward() -> bool:
+def in_backward() -> bool:
+    """Whether this thread runs what a backward calls, such as an optimizer that a hook steps: more of it is to come."""
     return int(torch._C._current_graph_task_id()) >= 0
 
 
