@@ -390,6 +390,43 @@ def test_a_call_that_wrote_nothing_runs_again_after_one_that_writes_to_its_buffe
     assert all(map(torch.equal, trained(None), trained(Action.RECOMPUTE)))
 
 
+class Initialized(nn.Module):
+    """Sets its scale by its first batch, unseen by version counters; at every call, if it is `restless`."""
+
+    def __init__(self, *, restless: bool) -> None:
+        super().__init__()
+        self.scale, self.ready, self._restless = nn.Parameter(torch.ones(WIDTH)), False, restless
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.ready or self._restless:
+            self.scale.data.copy_(1 / (x.detach().std(0) + 0.1))
+            self.ready = True
+        return torch.sin(x * self.scale)
+
+
+@pytest.mark.parametrize("restless", [False, True])
+def test_a_block_that_its_first_batch_initializes_is_recomputed_from_then_on(restless: bool) -> None:
+    def trained(action: Action | None) -> tuple[list[Tensor], list[int]]:
+        torch.manual_seed(0)
+        block = nn.Sequential(nn.Linear(WIDTH, WIDTH), Initialized(restless=restless), nn.Dropout(0.3))
+        model = nn.Sequential(block, nn.Linear(WIDTH, 1))
+        engine = BlockEngine(model, ["0"], actions=lambda block, call: action) if action is not None else None
+        found, recomputed = list[Tensor](), list[int]()
+        for _ in range(6):
+            model.zero_grad()
+            loss = model(torch.randn(8, WIDTH)).square().sum()
+            loss.backward()
+            found += [loss.detach(), *(one.grad.clone() for one in model.parameters() if one.grad is not None)]
+            recomputed += [call.recomputes for call in engine.calls] if engine is not None else []
+        if engine is not None:
+            engine.close()
+        return found, recomputed
+
+    (expected, _), (found, recomputed) = trained(None), trained(Action.RECOMPUTE)
+    assert all(map(torch.equal, expected, found))
+    assert recomputed == [0, *[0 if restless else 1] * 5]
+
+
 def test_what_a_call_that_cannot_run_again_is_called_with_is_copied_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     copied, original = list[int](), saved._same_layout
 

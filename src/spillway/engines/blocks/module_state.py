@@ -94,9 +94,10 @@ class ModuleState:
         """Whether something changes that lies deeper than attributes."""
         self._last: Reach | None = None
         """As the last call found it, while that is compared."""
+        self._unseen_writes = 0
+        """Calls that wrote to a parameter although its version does not say so."""
         self._kept = ""
-        """Why no call of it may run again: a parameter that is written to although its version does not say so, or more
-        than can be looked at."""
+        """Why no call of it may run again: each of the last few wrote so, or there is more than can be looked at."""
 
     def learn_from(self, other: ModuleState) -> None:
         """Take over which buffers of the same block of another model change, and whether anything deeper does."""
@@ -104,6 +105,7 @@ class ModuleState:
         for training, watched in other._watched.items():
             self._watched[training] = {(mine[module], name) for module, name in watched}
         self._looks, self._deep, self._kept = other._looks, other._deep, other._kept
+        self._unseen_writes = other._unseen_writes
 
     def snapshot(self) -> Snapshot:
         """The block now, with the names of all buffers."""
@@ -148,12 +150,16 @@ class ModuleState:
 
     def _learn_deep(self, snapshot: Snapshot, reach: Reach) -> str:
         """Why this call may not run again."""
+        unseen = ""
         seen: Seen = {}
         for name, parameter, before in snapshot.prints:
             if not torch.equal(before, fingerprint(parameter, seen)):
-                self._kept = _uncopied(name)
+                unseen = _uncopied(name)
         snapshot.prints = []
         self._looks += 1
+        if unseen:  # it may have been initialized by what it was called with, and does not write there again
+            self._looks, self._unseen_writes = 0, self._unseen_writes + 1
+            self._kept = unseen if self._unseen_writes == LOOKS else self._kept
         if not self._deep:
             self._deep = reach.changed()
             if not self._deep:
@@ -161,7 +167,7 @@ class ModuleState:
                 self._last = reach
         self._kept = self._kept or reach.too_much or reach.overwritten()
         lost = reach.lost()
-        return f"it changes {lost}, which cannot be put back" if lost else ""
+        return unseen or (f"it changes {lost}, which cannot be put back" if lost else "")
 
     def learn(self, snapshot: Snapshot) -> str:
         """After the forward: what it changed. Why it cannot run again as it ran, as a clause; empty if it can."""
