@@ -165,7 +165,7 @@ NOTES: Final = (
 )
 NETWORKS: Final[Mapping[str, tuple[int, ...]]] = {
     "var-bert": (0, 1, 2), "tree-lstm": (0, 1, 2), "tree-cnn": (0, 1, 2), "var-lstm": (0, 1, 2), "moe": (0, 1, 2),
-    "unrolled-gan": (0, 1, 2), "evoformer": (0,),
+    "unrolled-gan": (0, 1, 2), "evoformer": (0, 1, 2),
 }  # fmt: skip
 BENCHMARK: Final = Benchmark(
     name="dynn_prefetch",

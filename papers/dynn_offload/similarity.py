@@ -43,8 +43,6 @@ class Size:
     steps: int
     frozen: tuple[str, ...] = ()
     """Networks that are recorded as they stay too."""
-    slow: tuple[str, ...] = ()
-    """Networks that are recorded with the first seed alone."""
 
 
 def run(size: Size, tell: Tell) -> Result:
@@ -52,8 +50,7 @@ def run(size: Size, tell: Tell) -> Result:
     rows: list[Row] = [_published()]
     for network, state in [(one, TRAINS) for one in size.networks] + [(one, FROZEN) for one in size.frozen]:
         kept = state == FROZEN
-        seeds = size.seeds[:1] if network in size.slow else size.seeds
-        recorded = [samples_of(network, seed=seed, steps=size.steps, frozen=kept, tell=tell) for seed in seeds]
+        recorded = [samples_of(network, seed=seed, steps=size.steps, frozen=kept, tell=tell) for seed in size.seeds]
         for kind in (OPERATORS, OPS, DECISIONS):
             rows.append(_row(network, state, kind, recorded))
             tell("{network}, {state}, by {kind}: {distances}".format(**rows[-1]))
@@ -174,7 +171,7 @@ BENCHMARK: Final = Benchmark(
     full=Size(
         networks=("tree-lstm", "tree-cnn", "var-lstm", "var-bert", "moe", "unrolled-gan", "evoformer"),
         seeds=(0, 1, 2),
-        steps=FEWEST, frozen=("var-bert",), slow=("evoformer",),
+        steps=FEWEST, frozen=("var-bert",),
     ),
     quick=Size(networks=("unrolled-gan",), seeds=(0,), steps=30),
 )  # fmt: skip
