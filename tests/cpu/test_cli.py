@@ -150,7 +150,7 @@ def sentence(ended: Ended) -> str:
         ("0", "A budget has to be more than 0 bytes, and '0' is not."),
         ("-5MiB", "A number of bytes cannot be negative, as '-5MiB' is."),
         ("5000 TiB", "A budget of '5000 TiB' is more than the "),
-        ("101%", "A budget of '101%' is more than the "),
+        ("101%", "A share of the device's memory is more than 0 and at most 100%, and '101%' is not."),
         (
             "0.5x",
             "'0.5x' is a share of the plain peak, which nobody knows here; write bytes, as '6GiB', or a share of the "
@@ -189,6 +189,8 @@ def test_a_percentage_of_a_device_is_said_to_be_one(spillway: Command) -> None:
         "50%: percentages are of the 80.00 GiB of a100; a share of the plain peak is written with an x, as 0.5x."
     ]
     assert spillway("simulate", "step.jsonl", "--budget", "0.5x", "--json").err == ""
+    (refused,) = without_page(spillway("simulate", "step.jsonl", "--budget", "150%").err)
+    assert refused == "spillway: A share of the device's memory is more than 0 and at most 100%, and '150%' is not."
 
 
 def test_half_is_half_of_the_device_in_every_verb_and_on_the_cpu_of_what_this_process_may_use(
@@ -254,12 +256,62 @@ def test_a_spill_directory_that_cannot_be_used_is_refused(spillway: Command) -> 
     [
         ("missing/page.html", "missing/page.html cannot be written: there is no directory missing."),
         (".", ". is a directory and cannot be written as a file."),
+        ("x" * 300, "x" * 300 + " cannot be written: File name too long."),
     ],
 )
 def test_a_file_that_could_not_be_written_is_refused_before_anything_runs(
     spillway: Command, option: str, path: str, reason: str
 ) -> None:
     assert sentence(spillway("train", "small", "--budget", "1MiB", option, path)) == reason
+
+
+def test_a_place_that_takes_no_files_is_refused_before_anything_runs(spillway: Command) -> None:
+    ended = spillway("demo", "--output", "/proc/page.html")
+    assert sentence(ended).startswith("/proc/page.html cannot be written: ")
+    assert "steps" not in ended.err
+
+
+def test_a_file_that_may_be_written_is_not_there_before_it_is(spillway: Command, tmp_path: Path) -> None:
+    common.check_writable(tmp_path / "page.html")
+    assert [path.name for path in tmp_path.iterdir()] == ["workloads.py"]
+
+
+MEASURED = """hardware,network,algorithm,batch_size,batch_time_s,peak_mb
+a card,net,exact,2,0.22,1400
+a card,net,exact,4,0.24,1800
+a card,net,exact,8,0.28,2600
+a card,net,exact,16,0.36,4200
+a card,net,ckpt,2,0.23,1080
+a card,net,ckpt,4,0.25,1160
+a card,net,ckpt,8,0.31,1320
+a card,net,ckpt,16,0.41,1640
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "to", "code", "said"),
+    [
+        ("advise --from m.csv", ">/dev/full", 1, "Standard output cannot be written: No space left on device."),
+        ("advise --from m.csv --json", ">/dev/full", 1, "Standard output cannot be written: No space left on device."),
+        ("--help", ">/dev/full", 1, "Standard output cannot be written: No space left on device."),
+        ("advise --from m.csv", ">&-", 0, ""),
+        ("advise --from m.csv --json", ">&-", 0, ""),
+        ("advise --from m.csv", "| true", 1, ""),
+        ("advise --from m.csv", "<&-", 0, ""),
+        ("advise --from none.csv", ">&- 2>&-", 1, ""),
+    ],
+)
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_standard_output_that_takes_nothing_ends_a_verb_without_a_traceback(
+    tmp_path: Path, command: str, to: str, code: int, said: str, unbuffered: str
+) -> None:
+    (tmp_path / "m.csv").write_text(MEASURED)
+    words = f"set -o pipefail; '{sys.executable}' -m spillway {command} {to}"
+    ended = subprocess.run(
+        ["bash", "-c", words], cwd=tmp_path, env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, timeout=HANGS,
+    )  # fmt: skip
+    assert (ended.returncode, ended.stderr) == (code, f"spillway: {said}\n" if said else "")
 
 
 def test_a_budget_too_small_is_refused_with_a_larger_one(spillway: Command) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from spillway.errors import BudgetError, SpillwayError, UnknownMethodError
 from spillway.ir import Gap, Host, Plan, Recompute
 from spillway.ir.plan_files import write_plan
 from spillway.ir.reading import lines_of
-from spillway.ir.sealed import records_of
+from spillway.ir.sealed import records_of, replace_file
 from spillway.ir.step_files import Recorded, write_step
 from spillway.methods import LRU, Problem, SqrtN
 from spillway.methods.base import Absence
@@ -195,3 +196,22 @@ def test_what_cannot_be_planned_is_one_sentence(
     assert sentence in error
     assert len(without_page(error)) == 1
     assert issubclass(UnknownMethodError, SpillwayError)
+
+
+def test_a_link_stays_one_and_its_file_is_written(tmp_path: Path, written: Path) -> None:
+    link = tmp_path / "link.jsonl"
+    link.symlink_to(tmp_path / "file.jsonl")
+    write_plan(link, PLAN, {"method": "by hand"})
+    assert link.is_symlink()
+    assert (tmp_path / "file.jsonl").read_bytes() == written.read_bytes()
+
+
+def test_a_device_is_written_to_and_not_replaced(tmp_path: Path) -> None:
+    reader, device = os.openpty()
+    try:
+        replace_file(Path(os.ttyname(device)), b"a plan\n")
+        assert os.read(reader, 100) == b"a plan\r\n"
+        assert not Path(os.ttyname(device)).is_file()
+    finally:
+        os.close(reader)
+        os.close(device)

@@ -91,10 +91,16 @@ def test_a_budget_of_nothing_is_refused(value: int | str) -> None:
         parse_budget(value, device_bytes=10**8)
 
 
-@pytest.mark.parametrize("value", [2 * GiB + 1, "2.01GiB", "100.1%", "120%", "900 TiB"])
+@pytest.mark.parametrize("value", [2 * GiB + 1, "2.01GiB", "900 TiB"])
 def test_a_budget_above_the_device_is_refused_with_the_size_of_the_device(value: int | str) -> None:
     with pytest.raises(BudgetError, match=r"more than the 2\.00 GiB that the device has"):
         parse_budget(value, device_bytes=2 * GiB)
+
+
+@pytest.mark.parametrize("value", ["100.1%", "120 %"])
+def test_a_share_above_the_device_is_refused_as_a_share_whatever_the_device_has(value: str) -> None:
+    with pytest.raises(BudgetError, match=rf"^A share of .* is more than 0 and at most 100%, and '{value}' is not\."):
+        parse_budget(value, device_bytes=1 << 62)
 
 
 @pytest.mark.parametrize("value", ["half", "80%%", "%", "1.5"])

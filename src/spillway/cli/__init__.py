@@ -8,9 +8,12 @@ processes that `spillway.subprocess_runs` starts.
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 from collections.abc import Sequence
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Final
 
 import typer
 
@@ -33,6 +36,9 @@ from spillway.cli import (
 from spillway.cli.common import PLANNERS, WORKLOADS
 from spillway.errors import SpillwayError, on_one_line
 from spillway.methods import METHODS
+
+UNWRITTEN: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIPE)
+"""What the system says where standard output takes no more: errors about files that have a name are told by verbs."""
 
 app = typer.Typer(
     name="spillway", help="Train PyTorch models under a memory budget that you name, with bit-identical results.",
@@ -67,10 +73,23 @@ def _common(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; the arguments are the process's own by default. Always raises SystemExit."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by who called: nobody wants to know
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115
     try:
-        app(arguments)
+        try:
+            app(arguments)
+        finally:
+            sys.stdout.flush()
     except SpillwayError as error:
         print(on_one_line(f"spillway: {error}"), file=sys.stderr)
         if error.page:
             print(f"spillway: what to do: {error.page}", file=sys.stderr)
+        sys.exit(1)
+    except OSError as error:
+        if error.errno not in UNWRITTEN or error.filename is not None:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left would fail again at the end
+        if not isinstance(error, BrokenPipeError):
+            print(f"spillway: Standard output cannot be written: {error.strerror}.", file=sys.stderr)
         sys.exit(1)

@@ -94,12 +94,18 @@ def check_writable(path: Path | None) -> None:
     if path is None:
         return
     folder = path.parent
-    if path.is_dir():
-        raise SpillwayError(f"{path} is a directory and cannot be written as a file.")
-    if not folder.is_dir():
-        raise SpillwayError(f"{path} cannot be written: there is no directory {folder}.")
-    if not os.access(path if path.exists() else folder, os.W_OK):
-        raise SpillwayError(f"{path} cannot be written: permission denied.")
+    try:
+        if path.is_dir():
+            raise SpillwayError(f"{path} is a directory and cannot be written as a file.")
+        if not folder.is_dir():
+            raise SpillwayError(f"{path} cannot be written: there is no directory {folder}.")
+        if not os.access(path if path.exists() else folder, os.W_OK):
+            raise SpillwayError(f"{path} cannot be written: permission denied.")
+        if not os.path.lexists(path):  # whether it may be made shows when it is: folders of the system take no files
+            path.open("xb").close()
+            path.unlink()
+    except OSError as error:
+        raise SpillwayError(f"{path} cannot be written: {error.strerror}.") from error
 
 
 def record_workload(workload: str, **options: Any) -> Recorded:

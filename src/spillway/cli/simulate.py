@@ -7,6 +7,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
+from spillway.budgets import budget_of_peak
 from spillway.calibration.named_device import device_of
 from spillway.cli.common import BudgetOfStep, Json, Method, check_writable, print_json, read_recorded, tell_shares
 from spillway.errors import SpillwayError, UsageError
@@ -49,6 +50,7 @@ def simulate(
         raise UsageError(f"There is no tier {tier!r}; choose one of {', '.join(TIERS)}.")
     recorded = read_recorded(step)
     on = device_of(device)
+    budget_of_peak(budget, recorded.step.plain_peak(), on.memory)  # what makes no sense is refused, and not explained
     tell_shares(budget, on.name, on.memory)
     ran = simulate_recorded(
         recorded, budget, method, on, allocator=allocator, limit=limit, tier=tier, measured=measured,

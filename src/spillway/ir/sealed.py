@@ -83,7 +83,13 @@ def sealed(records: Iterable[Mapping[str, Any]]) -> bytes:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write beside the file and exchange them, so that nobody ever meets half a file. Raises OSError."""
+    """Write beside the file and exchange them, so that nobody ever meets half a file. Raises OSError.
+
+    What is no file but a link, a pipe or a device (`/dev/null`) is written to and stays what it is.
+    """
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        path.write_bytes(content)
+        return
     beside = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         with beside.open("xb") as file:
