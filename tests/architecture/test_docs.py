@@ -93,6 +93,12 @@ def test_the_page_of_methods_lists_exactly_those_that_there_are_as_ready() -> No
     assert ready_methods(DOCUMENTS["docs/methods.md"]) == list(METHODS)
 
 
+def test_every_verb_stands_in_the_table_of_the_page_about_commands() -> None:
+    rows = [line for line in DOCUMENTS["docs/commands.md"].splitlines() if line.startswith("| `spillway ")]
+    named = {name for row in rows for name in re.findall(r"`spillway ([a-z ]+)`", row.split("|")[1])}
+    assert named == set(COMMAND_LINE) - {""}
+
+
 def test_the_readme_prints_exactly_the_top_of_the_tree() -> None:
     there = {path.name for path in PACKAGE.glob("*.py")} | {f"{path.parent.name}/" for path in PACKAGE.glob("*/*.py")}
     assert sorted(name for _, name in tree(README)) == sorted(there)

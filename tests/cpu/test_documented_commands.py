@@ -116,7 +116,7 @@ def test_the_commands_about_recorded_steps_leave_what_their_page_says(
     recorded: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(recorded)
-    simulated = ("simulate", "bert.jsonl.gz", "--budget", "60%", "--method", "delta", "-o", "some.run.jsonl")
+    simulated = ("simulate", "bert.jsonl.gz", "--budget", "0.6x", "--method", "delta", "-o", "some.run.jsonl")
     planned = ("plan", "bert.jsonl.gz", "--budget", "0.6", "--method", "sqrt-n", "-o", "some.plan.jsonl")
     assert (ends(*simulated), ends(*planned)) == (0, 0)
     assert ends("report", "some.run.jsonl", "--perfetto", "trace.json") == 0

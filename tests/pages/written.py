@@ -140,13 +140,13 @@ def simulated(folder: Path) -> None:
     """A step on a device that is not here, from `spillway record`, `spillway simulate` and `spillway report`."""
     step, run = folder / "step.jsonl", folder / "simulated.jsonl"
     command("record", f"{__file__}:reader", "--fake", "-o", step)
-    command("simulate", step, "--budget", "60%", "--method", "window", "--device", "v100-nvlink", "-o", run)
+    command("simulate", step, "--budget", "0.6x", "--method", "window", "--device", "v100-nvlink", "-o", run)
     command("report", run)
 
 
 def compared(folder: Path) -> None:
     """Methods side by side, from `spillway compare`."""
-    methods = ("--budgets", "40%,60%,80%", "--methods", "lru,dtr,swap", "--no-bounds", "--processes", "1")
+    methods = ("--budgets", "0.4x,0.6x,0.8x", "--methods", "lru,dtr,swap", "--no-bounds", "--processes", "1")
     command("compare", folder / "step.jsonl", *methods, "-o", folder / "compared.html")
 
 
