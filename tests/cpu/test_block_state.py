@@ -14,12 +14,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from spillway.engines.blocks import reach, saved
+from spillway.engines.blocks import module_state, reach, saved
 from spillway.engines.blocks.block import CallReport
 from spillway.engines.blocks.block_engine import BlockEngine
 from spillway.engines.blocks.code import names_of, package
 from spillway.engines.blocks.extra_forward import undone
+from spillway.engines.blocks.fingerprints import fingerprint
 from spillway.engines.blocks.iterators import CannotCopyError
+from spillway.engines.blocks.module_state import Snapshot
 from spillway.engines.blocks.quiet import quiet
 from spillway.engines.blocks.reach import Copies, Reach, reach_of
 from spillway.engines.environment import Environment
@@ -390,29 +392,51 @@ def test_a_call_that_wrote_nothing_runs_again_after_one_that_writes_to_its_buffe
     assert all(map(torch.equal, trained(None), trained(Action.RECOMPUTE)))
 
 
-class Initialized(nn.Module):
-    """Sets its scale by its first batch, unseen by version counters; at every call, if it is `restless`."""
+def test_calls_are_not_compared_with_all_earlier_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recurrent block is called a thousand times before its first backward."""
+    compared, original = list[Snapshot](), Snapshot.hand_over
 
-    def __init__(self, *, restless: bool) -> None:
+    def counted(later: Snapshot, earlier: Snapshot) -> None:
+        compared.append(earlier)
+        original(later, earlier)
+
+    monkeypatch.setattr(Snapshot, "hand_over", counted)
+    model = nn.Sequential(nn.Sequential(nn.Linear(WIDTH, WIDTH), Growing()))
+    with BlockEngine(model, ["0"], actions=lambda block, call: Action.RECOMPUTE):
+        x = model.eval()(torch.randn(8, WIDTH))
+        for _ in range(10):
+            x = model.train()(x)
+        x.sum().backward()
+    assert len(compared) == 10
+
+
+class Initialized(nn.Module):
+    """Scales by the batch at its first call, unseen by version counters, and then at every so many."""
+
+    def __init__(self, every: int) -> None:
         super().__init__()
-        self.scale, self.ready, self._restless = nn.Parameter(torch.ones(WIDTH)), False, restless
+        self.scale, self.calls, self._every = nn.Parameter(torch.ones(WIDTH)), 0, every
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.ready or self._restless:
-            self.scale.data.copy_(1 / (x.detach().std(0) + 0.1))
-            self.ready = True
+        if self.calls % self._every == 0:
+            self.scale.data.mul_(1 / (x.detach().std(0) + 0.1))
+        self.calls += 1
         return torch.sin(x * self.scale)
 
 
-@pytest.mark.parametrize("restless", [False, True])
-def test_a_block_that_its_first_batch_initializes_is_recomputed_from_then_on(restless: bool) -> None:
+@pytest.mark.parametrize(
+    ("every", "expected_runs"), [(100, [0] + [1] * 11), (1, [0] * 12), (5, [0, 1, 1, 1, 1, 0, 1, 1, 1, 1, 0, 0])]
+)
+def test_a_block_that_its_first_batch_initializes_is_recomputed_from_then_on(
+    every: int, expected_runs: list[int]
+) -> None:
     def trained(action: Action | None) -> tuple[list[Tensor], list[int]]:
         torch.manual_seed(0)
-        block = nn.Sequential(nn.Linear(WIDTH, WIDTH), Initialized(restless=restless), nn.Dropout(0.3))
+        block = nn.Sequential(nn.Linear(WIDTH, WIDTH), Initialized(every), nn.Dropout(0.3))
         model = nn.Sequential(block, nn.Linear(WIDTH, 1))
         engine = BlockEngine(model, ["0"], actions=lambda block, call: action) if action is not None else None
         found, recomputed = list[Tensor](), list[int]()
-        for _ in range(6):
+        for _ in range(12):
             model.zero_grad()
             loss = model(torch.randn(8, WIDTH)).square().sum()
             loss.backward()
@@ -424,7 +448,22 @@ def test_a_block_that_its_first_batch_initializes_is_recomputed_from_then_on(res
 
     (expected, _), (found, recomputed) = trained(None), trained(Action.RECOMPUTE)
     assert all(map(torch.equal, expected, found))
-    assert recomputed == [0, *[0 if restless else 1] * 5]
+    assert recomputed == expected_runs
+
+
+def test_parameters_of_a_block_that_is_kept_for_good_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_at = list[Tensor]()
+    monkeypatch.setattr(
+        module_state, "fingerprint", lambda one, seen: (looked_at.append(one), fingerprint(one, seen))[1]
+    )
+    model = nn.Sequential(nn.Sequential(nn.Linear(WIDTH, WIDTH), Initialized(1)))
+    counts = list[int]()
+    with BlockEngine(model, ["0"], actions=lambda block, call: Action.RECOMPUTE):
+        for _ in range(5):
+            looked_at.clear()
+            model(torch.randn(8, WIDTH)).sum().backward()
+            counts.append(len(looked_at))
+    assert [count > 0 for count in counts] == [True, True, True, False, False]
 
 
 def test_what_a_call_that_cannot_run_again_is_called_with_is_copied_twice(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,8 +41,8 @@ class Snapshot:
     seen: SeenAttributes
     reach: Reach | None
     """What lies deeper than attributes, where that is known to change or not known yet."""
-    prints: list[tuple[str, Tensor, Fingerprint]] = field(default_factory=list)
-    """Of parameters, as long as it is not known whether they are written to in a way that no version shows."""
+    prints: list[tuple[Attribute, Tensor, Fingerprint]] = field(default_factory=list)
+    """Of parameters that may be written to in a way that no version shows."""
     copied: dict[Attribute, tuple[Tensor, int]] = field(default_factory=dict)
     """Buffers of which there are copies, with their versions then."""
 
@@ -79,7 +79,7 @@ class ModuleState:
     The first call copies every buffer and learns which of them the forward changes, by value (`native_batch_norm`
     raises no version counter) and by version (another batch may leave other values). Later calls copy these alone. In
     the first calls it also looks at what lies deeper than attributes, and at the values of parameters; what has changed
-    by then is written down at every call.
+    by then is written down, or looked at, at every call.
     """
 
     def __init__(self, block: nn.Module, copies: Copies) -> None:
@@ -87,17 +87,19 @@ class ModuleState:
         self._attributes = Attributes(self._modules)
         self._watched: dict[tuple[bool, ...], set[Attribute]] = {}
         """Buffers that change, by the training flags of the modules."""
-        self._living: list[weakref.ref[Snapshot]] = []
-        """Of calls that have begun, and whose backward may still come."""
+        self._living: dict[tuple[bool, ...], weakref.WeakSet[Snapshot]] = {}
+        """Of calls whose backward may still come, by the same flags, where buffers were not copied."""
         self._looks = 0
         self._deep = False
         """Whether something changes that lies deeper than attributes."""
         self._last: Reach | None = None
         """As the last call found it, while that is compared."""
+        self._unseen: set[Attribute] = set()
+        """Parameters that a call wrote to although their versions do not say so."""
         self._unseen_writes = 0
-        """Calls that wrote to a parameter although its version does not say so."""
+        """Calls that did."""
         self._kept = ""
-        """Why no call of it may run again: each of the last few wrote so, or there is more than can be looked at."""
+        """Why no call of it may run again: so many did, or there is more than can be looked at."""
 
     def learn_from(self, other: ModuleState) -> None:
         """Take over which buffers of the same block of another model change, and whether anything deeper does."""
@@ -105,6 +107,7 @@ class ModuleState:
         for training, watched in other._watched.items():
             self._watched[training] = {(mine[module], name) for module, name in watched}
         self._looks, self._deep, self._kept = other._looks, other._deep, other._kept
+        self._unseen = {(mine[module], name) for module, name in other._unseen}
         self._unseen_writes = other._unseen_writes
 
     def snapshot(self) -> Snapshot:
@@ -133,10 +136,11 @@ class ModuleState:
         seen_attributes, reach = self._attributes.look(training), self._look_deep()
         snapshot = Snapshot(training, classes, buffers, parameters, differentiable, versions, seen_attributes, reach)
         snapshot.copied = copied
-        if self._looks < LOOKS:
+        if not self._kept and (self._unseen or self._looks < LOOKS):
             seen: Seen = {}
-            plain = ((name, one) for one, _, name, _ in parameters if _is_plain(one))
-            snapshot.prints = [(name, one, fingerprint(one, seen)) for name, one in plain]
+            plain = (((module, name), one) for one, _, name, module in parameters if _is_plain(one))
+            due = (entry for entry in plain if self._looks < LOOKS or entry[0] in self._unseen)
+            snapshot.prints = [(attribute, one, fingerprint(one, seen)) for attribute, one in due]
         return snapshot
 
     def _look_deep(self) -> Reach | None:
@@ -148,18 +152,9 @@ class ModuleState:
         looks = self._looks < LOOKS
         return Reach(reach_of(self._modules), apart=self._modules, lasting=True, copies=self._copies, prints=looks)
 
-    def _learn_deep(self, snapshot: Snapshot, reach: Reach) -> str:
+    def _learn_deep(self, reach: Reach) -> str:
         """Why this call may not run again."""
-        unseen = ""
-        seen: Seen = {}
-        for name, parameter, before in snapshot.prints:
-            if not torch.equal(before, fingerprint(parameter, seen)):
-                unseen = _uncopied(name)
-        snapshot.prints = []
         self._looks += 1
-        if unseen:  # it may have been initialized by what it was called with, and does not write there again
-            self._looks, self._unseen_writes = 0, self._unseen_writes + 1
-            self._kept = unseen if self._unseen_writes == LOOKS else self._kept
         if not self._deep:
             self._deep = reach.changed()
             if not self._deep:
@@ -167,7 +162,21 @@ class ModuleState:
                 self._last = reach
         self._kept = self._kept or reach.too_much or reach.overwritten()
         lost = reach.lost()
-        return unseen or (f"it changes {lost}, which cannot be put back" if lost else "")
+        return f"it changes {lost}, which cannot be put back" if lost else ""
+
+    def _learn_unseen(self, snapshot: Snapshot) -> str:
+        """Why this call may not run again, as one that initializes a parameter by what it is called with."""
+        seen: Seen = {}
+        unseen = {one for one, parameter, was in snapshot.prints if not torch.equal(was, fingerprint(parameter, seen))}
+        snapshot.prints = []
+        if not unseen:
+            return ""
+        why = _uncopied(next(name for _, name in unseen))
+        self._unseen |= unseen
+        self._looks, self._unseen_writes = 0, self._unseen_writes + 1
+        if self._unseen_writes == LOOKS:
+            self._kept = why
+        return why
 
     def learn(self, snapshot: Snapshot) -> str:
         """After the forward: what it changed. Why it cannot run again as it ran, as a clause; empty if it can."""
@@ -180,8 +189,9 @@ class ModuleState:
         if written and watched is not None:
             for module in self._modules:
                 watched.update((module, name) for name in module._buffers if name == written)
-        lost = self._learn_deep(snapshot, snapshot.reach) if snapshot.reach is not None else ""
-        return _uncopied(beyond or written) if beyond or written else self._kept or lost
+        lost = self._learn_deep(snapshot.reach) if snapshot.reach is not None else ""
+        unseen = self._learn_unseen(snapshot)
+        return _uncopied(beyond or written) if beyond or written else self._kept or unseen or lost
 
     def _learn_buffers(self, snapshot: Snapshot) -> None:
         written = {(module, name) for one, version, name, module in snapshot.versions if _version_of(one) != version}
@@ -195,11 +205,11 @@ class ModuleState:
     def _hand_over(self, snapshot: Snapshot) -> None:
         """Modules that train write to what they only read where they evaluate: the calls before this one can run again
         all the same."""
-        living = [(one, earlier) for one in self._living if (earlier := one()) is not None]
-        if snapshot.copied:
-            for _, earlier in living:
+        for training, living in self._living.items() if snapshot.copied else ():
+            for earlier in living if training != snapshot.training else ():
                 snapshot.hand_over(earlier)
-        self._living = [one for one, _ in living] + [weakref.ref(snapshot)]
+        if snapshot.versions:
+            self._living.setdefault(snapshot.training, weakref.WeakSet()).add(snapshot)
 
     def fixed(self) -> set[int]:
         """Addresses of the storages of parameters and buffers: dropping a reference to one frees nothing."""
