@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -28,6 +29,7 @@ from spillway.pilots.execution_blocks import (
 )
 from spillway.simulation.simulated_engine import simulate
 from tests.pure.linear_graphs import linear_step
+from tests.pure.planned_alone import random_problem
 
 DEVICE = device_of("rtx6000")
 
@@ -208,6 +210,21 @@ def test_copies_in_begin_as_soon_as_there_is_room(share: float) -> None:
         nbytes = step.storages[step.values[gap.value].storage].nbytes
         assert gap.end in (before, gap.start + 1) or levels[gap.end - 1] + nbytes > allowed
         before = gap.end
+
+
+@pytest.mark.parametrize("planner", [DynnOffloadPlanner(), DynnOffloadPlanner.as_published()])
+def test_the_budget_that_a_refusal_names_is_enough(planner: DynnOffloadPlanner) -> None:
+    refusals = 0
+    for seed in range(30):
+        given_problem = random_problem(seed, 0.5, trained=seed % 2 == 0)
+        try:
+            planner.plan(given_problem)
+        except BudgetInfeasible as refused:
+            refusals += 1
+            assert refused.exact
+            enough = refused.smallest_budget
+            verify(planner.plan(replace(given_problem, allowed=enough)), given_problem.step, enough)
+    assert refusals > 5
 
 
 def test_halves_are_refused_where_an_op_needs_more_than_one() -> None:

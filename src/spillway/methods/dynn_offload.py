@@ -369,7 +369,27 @@ class DynnOffloadPlanner(AbstractPlanner):
 
     def plan(self, problem: Problem) -> Plan:
         """Raises BudgetInfeasible if an op alone needs more than a buffer, or than the budget where halves are not
-        rigid."""
+        rigid, with a budget that does: with more room blocks are others, and may need more as well."""
+        try:
+            return self._plan(problem)
+        except BudgetInfeasible as refused:
+            enough = refused.smallest_budget
+            while (more := self._needed(replace(problem, allowed=enough))) > enough:
+                enough = more
+            raise BudgetInfeasible(
+                needed=refused.needed, allowed=problem.allowed, op=refused.op, op_index=refused.op_index,
+                smallest_budget=enough, exact=True,
+            ) from None  # fmt: skip
+
+    def _needed(self, problem: Problem) -> Bytes:
+        """What is allowed, if that is enough, or the budget that a refusal names."""
+        try:
+            self._plan(problem)
+        except BudgetInfeasible as refused:
+            return refused.smallest_budget
+        return problem.allowed
+
+    def _plan(self, problem: Problem) -> Plan:
         step, device, lives = problem.step, problem.device, lives_of(problem.step)
         touches = Touches.of_step(step)
         if self.double_buffer:
