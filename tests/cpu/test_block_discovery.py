@@ -10,11 +10,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from spillway.engines.blocks.block_engine import BlockEngine
 from spillway.engines.blocks.discovery import Watch, discover
 from spillway.engines.blocks.extra_forward import undone
+from spillway.engines.blocks.reach import Reach, reach_of
 from spillway.engines.environment import Environment
+from spillway.engines.tensors.twins import unseen
 from spillway.errors import ModelError
 from spillway.methods.actions import LOSSLESS, Action
 from tests.cpu.block_cases import Chain, Residual, Shared
@@ -194,3 +197,19 @@ def test_blocks_are_found_while_another_thread_runs_something_once_more() -> Non
         ends.__exit__(None, None, None)
     model(X)
     assert watch.calls[model] == 1
+
+
+def test_hooks_on_all_modules_stay_that_another_thread_did_not_hear_for_a_while() -> None:
+    """Which tells what a step takes meanwhile, and hears no hooks of the user's."""
+    heard = list[nn.Module]()
+    hook = register_module_forward_hook(lambda module, args, out: heard.append(module))
+    try:
+        unheard = unseen()
+        unheard.__enter__()
+        reach = Reach(reach_of((Residual(),)))
+        unheard.__exit__(None, None, None)
+        reach.restore()
+        Residual()(X)
+        assert heard
+    finally:
+        hook.remove()

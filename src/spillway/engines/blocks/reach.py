@@ -430,7 +430,10 @@ _OF_ALL_MODULES: Final[Any] = torch_module._global_forward_hooks, torch_module._
 
 def _of_others(hooks: dict[int, Any]) -> _Values:
     """Hooks on all modules but our own, which come and go while other threads run something once more."""
-    return _Values((number, hook) for number, hook in hooks.copy().items() if not _is_ours(hook))
+    real = {
+        number: getattr(hook, "instead_of", hook) if _is_ours(hook) else hook for number, hook in hooks.copy().items()
+    }
+    return _Values((number, hook) for number, hook in real.items() if not _is_ours(hook))
 
 
 def _put_others(hooks: dict[int, Any], was: _Values) -> None:

@@ -106,7 +106,11 @@ def _unheard_in(registered: Iterable[dict[int, Any] | None]) -> Iterator[None]:
     thread = threading.get_ident()
 
     def elsewhere(hook: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, **kwargs: None if threading.get_ident() == thread else hook(*args, **kwargs)
+        def heard_elsewhere(*args: Any, **kwargs: Any) -> Any:
+            return None if threading.get_ident() == thread else hook(*args, **kwargs)
+
+        cast(Any, heard_elsewhere).instead_of = hook
+        return heard_elsewhere
 
     quiet: list[tuple[dict[int, Any], int, Any, Any]] = []
     try:
