@@ -289,7 +289,7 @@ def refused_at(where: str, method: str, known: int, *, closure: bool = False) ->
                     else:
                         run()
                         optimizer.step()
-                assert not notes_of(refused.value)
+                assert not [note for note in notes_of(refused.value) if "gradients stay" not in note]
             else:
                 with memory.step(x):
                     if closure:
@@ -391,7 +391,7 @@ def test_buffers_of_every_kind_are_trained_with_and_left_alone(kind: str, shape:
                 held = [torch.ones(2 << 20)] if number == 3 else []
                 update(model, optimizer, x)
         del held
-        assert not notes_of(refused.value)
+        assert not [note for note in notes_of(refused.value) if "gradients stay" not in note]
         assert torch.equal(stream, torch.get_rng_state())
 
 
@@ -434,7 +434,7 @@ def test_whatever_a_refused_step_did_to_a_buffer_is_undone(kind: str) -> None:
                 held = [torch.ones(1 << 20)] if number == 2 else []
                 update(model, optimizer, x)
         del held
-        assert not notes_of(refused.value)
+        assert not [note for note in notes_of(refused.value) if "gradients stay" not in note]
         assert buffers() == before
 
 

@@ -130,7 +130,7 @@ def quickest_fill(touches: Touches, most: Bytes, device: Device) -> list[int]:
     - `max_fill`, which has the fewest blocks and mostly the fewest copies; and the same from the last op to the first,
       which begins with the block that is not full;
     - ramps: first a share of a buffer (`RAMPS`), then twice as much from block to block until they are full;
-    - parts of even ops, bytes and seconds, as few as fit, and no fewer than the blocks of `max_fill`.
+    - parts of even ops, bytes and seconds, about as few as fit, and no fewer than the blocks of `max_fill`.
 
     Raises what `max_fill` raises.
     """
@@ -295,7 +295,7 @@ class _Fills:
         return cuts[::-1]
 
     def even(self, weights: NDArray[np.float64], least: int) -> list[int]:
-        """Parts of about the same weight, as few as fit and so many or more."""
+        """Parts of about the same weight, so many or more until they fit; beyond 32 their number grows by a sixteenth."""
         count = least
         while count < self._ops:
             cuts = _even(weights, count)
