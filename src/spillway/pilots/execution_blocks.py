@@ -295,7 +295,7 @@ class _Fills:
         return cuts[::-1]
 
     def even(self, weights: NDArray[np.float64], least: int) -> list[int]:
-        """Parts of about the same weight, so many or more until they fit; beyond 32 their number grows by a sixteenth."""
+        """Parts of about the same weight, so many or more until they fit; from 32 on a sixteenth more at a time."""
         count = least
         while count < self._ops:
             cuts = _even(weights, count)
