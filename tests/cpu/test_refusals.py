@@ -60,28 +60,17 @@ def test_a_refusal_of_the_block_engine_names_what_works_and_hardly_more(method: 
 
 @pytest.mark.parametrize("method", ["checkpoint", "mimose"])
 def test_a_refusal_says_what_it_takes_where_gradients_stay_allocated(method: str) -> None:
-    def trained(budget: Bytes) -> Bytes | BudgetInfeasible:
-        torch.manual_seed(0)
+    def trained(budget: Bytes) -> BudgetInfeasible | None:
         model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 64)) for _ in range(4)))
-        optimizer, x = torch.optim.AdamW(model.parameters()), torch.randn(32, 64)
-        with spillway.manage(model, optimizer, budget=budget, method=method) as memory:
-            try:
-                for _ in range(3):
-                    with memory.step(x):
-                        model(x).square().mean().backward()
-                        optimizer.step()
-                        optimizer.zero_grad(set_to_none=False)
-            except BudgetInfeasible as refusal:
-                return refusal
-            return max(report.peak_bytes for report in memory.history)
+        return refused(model, torch.randn(32, 64), budget, method, keeps=True)
 
     refusal = trained(100_000)
     assert isinstance(refusal, BudgetInfeasible)
     [said] = [note for note in refusal.__notes__ if "gradients stay allocated" in note]
     named = int(said.rpartition("it takes ")[2].partition(" bytes")[0])
-    assert isinstance(trained(refusal.smallest_budget), BudgetInfeasible)
-    assert isinstance(trained(named), int)
-    assert isinstance(trained(int(named / refusal_cases.TOO_MUCH)), BudgetInfeasible)
+    assert trained(refusal.smallest_budget) is not None
+    assert trained(named) is None
+    assert trained(int(named / refusal_cases.TOO_MUCH)) is not None
 
 
 @pytest.mark.parametrize("method", ["auto", "lru"])
@@ -111,24 +100,9 @@ class _Cells(nn.Module):
 
 @pytest.mark.parametrize("action", [Action.OFFLOAD, Action.SELECTIVE_OFFLOADED, Action.COMPRESS])
 def test_a_refusal_names_what_works_whatever_becomes_of_blocks(action: Action) -> None:
-    def trained(budget: Bytes) -> Bytes | BudgetInfeasible:
-        torch.manual_seed(0)
-        model = _Cells()
-        optimizer, x, lossy = torch.optim.AdamW(model.parameters()), torch.randn(32, 16), BlockOptions(lossy=True)
-        with spillway.manage(model, optimizer, budget=budget, method=Checkpoint(action), blocks=lossy) as memory:
-            try:
-                for _ in range(3):
-                    with memory.step(x):
-                        model(x).square().mean().backward()
-                        optimizer.step()
-                        optimizer.zero_grad()
-            except BudgetInfeasible as refusal:
-                return refusal
-            return max(report.peak_bytes for report in memory.history)
-
-    refusal = trained(100_000)
-    assert isinstance(refusal, BudgetInfeasible)
-    assert isinstance(trained(refusal.smallest_budget), int)
+    refusal = refused(_Cells(), torch.randn(32, 16), 100_000, Checkpoint(action))
+    assert refusal is not None
+    assert refused(_Cells(), torch.randn(32, 16), refusal.smallest_budget, Checkpoint(action)) is None
 
 
 @pytest.mark.parametrize("case", [CASES["language"], CASES["tree"], MASKED], ids=str)
@@ -630,16 +604,18 @@ def test_what_blocks_take_that_have_not_run_is_reckoned_where_nothing_of_a_forwa
     assert tried[-1].smallest_budget <= peak * block_refusal_cases.TOO_MUCH
 
 
-def refused(model: nn.Module, x: Tensor, budget: Bytes, method: str) -> BudgetInfeasible | None:
-    """What three steps are refused with."""
-    optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    with spillway.manage(model, optimizer, budget=budget, method=method) as memory:
+def refused(
+    model: nn.Module, x: Tensor, budget: Bytes, method: str | Checkpoint, *, keeps: bool = False
+) -> BudgetInfeasible | None:
+    """What three steps are refused with, which keep gradients allocated or let go of them."""
+    optimizer, lossy = torch.optim.SGD(model.parameters(), 0.01), BlockOptions(lossy=isinstance(method, Checkpoint))
+    with spillway.manage(model, optimizer, budget=budget, method=method, blocks=lossy) as memory:
         try:
             for _ in range(3):
                 with memory.step(x):
                     model(x).square().mean().backward()
                     optimizer.step()
-                    optimizer.zero_grad()
+                    optimizer.zero_grad(set_to_none=not keeps)
         except BudgetInfeasible as refusal:
             return refusal
     return None

@@ -9,7 +9,7 @@ The planner differs from the paper in:
 
 - What is not needed by the next block stays where there is room for it, and what is used again last leaves first. As
   published (`as_published`) device memory is two halves, and all that neither this block nor the next touches leaves.
-- Blocks fill the share of the budget that takes the least time (`FINEST`). As published they fill half of it, cut by
+- Blocks fill the share of the budget that takes the least time (`SHARES`). As published they fill half of it, cut by
   dynamic programming in place of Sentinel's partition, of which the paper says that it maximizes the overlap.
 - A copy out begins right after the last use, not when the next block begins. And blocks say what moves, but not when:
   a copy in begins as soon as there is room for it, however many blocks ahead (`_Earlier`). As published it begins
@@ -61,7 +61,7 @@ from spillway.methods.base import (
 from spillway.methods.plan_clock import PlanClock
 from spillway.pilots.course import Course
 from spillway.pilots.decisions import DecisionPilot
-from spillway.pilots.execution_blocks import Cuts, Touches, Uses, largest_op, max_fill, search_blocks
+from spillway.pilots.execution_blocks import SHARES, Cuts, Touches, Uses, largest_op, max_fill, search_blocks
 from spillway.pilots.paths import Dynamism
 from spillway.pilots.pilot import AbstractPilot
 from spillway.pilots.program import Group, Program
@@ -71,10 +71,6 @@ from spillway.units import Bytes, Seconds
 TIGHTER: Final = 0.9
 """Of the room for two blocks, what is tried next where what stays, or is on its way, was too much."""
 TRIES: Final = 24
-
-FINEST: Final = (2, 4, 8, 16, 32, 64)
-"""Shares of the memory that a block may fill where it is not halved, as what it is divided by: small blocks leave room
-for what is used again soon."""
 
 PilotMaker: TypeAlias = Callable[[Program], AbstractPilot]
 """A pilot of a network, which has learned nothing."""
@@ -395,9 +391,10 @@ class DynnOffloadPlanner(AbstractPlanner):
         if self.double_buffer:
             halves = self._gaps(problem, touches, lives, partial(_searched, touches, device))
             return problem.plan_with(halves, lives)
-        early, clock = _Earlier(problem, lives), PlanClock(step, lives, device)
+        clock = PlanClock(step, lives, device)
+        early = _Earlier(problem, lives, clock)
         fitting, others = list[list[Gap]](), list[tuple[Bytes, list[Gap]]]()
-        for share in FINEST:
+        for share in SHARES:
             gaps = self._gaps(problem, touches, lives, partial(_filled, touches, share))
             peak = account(step, gaps, lives).peak
             if peak > problem.allowed:
@@ -444,9 +441,8 @@ def _searched(touches: Touches, device: Device, room: Bytes) -> Cuts:
 class _Earlier:
     """Copies that begin earlier than the block before: blocks say what moves, and memory when it can."""
 
-    def __init__(self, problem: Problem, lives: Sequence[Life]) -> None:
-        self._problem, self._step, self._lives = problem, problem.step, lives
-        self._clock = list(accumulate((op.seconds or 0.0 for op in problem.step.ops), initial=0.0))
+    def __init__(self, problem: Problem, lives: Sequence[Life], clock: PlanClock) -> None:
+        self._problem, self._step, self._lives, self._begins = problem, problem.step, lives, clock.begins
 
     def _nbytes(self, gap: Gap) -> Bytes:
         return self._step.storages[self._step.values[gap.value].storage].nbytes
@@ -476,8 +472,8 @@ class _Earlier:
         for used, gap in sorted(uses, key=lambda one: (one[0], one[1].start)):
             start = max(used, 0) + 1
             if gap.value not in hosted:
-                free = max(free, self._clock[start]) + self._problem.device.out_seconds(self._nbytes(gap))
-                start = bisect_left(self._clock, free, start, gap.start)
+                free = max(free, self._begins[start]) + self._problem.device.out_seconds(self._nbytes(gap))
+                start = bisect_left(self._begins, free, start, gap.start)
             hosted.add(gap.value)
             found.append(replace(gap, start=start))
         return found

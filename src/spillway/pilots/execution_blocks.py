@@ -29,8 +29,9 @@ Cuts: TypeAlias = Sequence[int]
 CANDIDATES: Final = 72
 """Places at which `search_blocks` may cut, besides those of `quickest_fill`."""
 
-RAMPS: Final = (2, 4, 8, 16, 32, 64)
-"""Shares of a buffer that `quickest_fill` tries for the first block, as what a buffer is divided by."""
+SHARES: Final = (2, 4, 8, 16, 32, 64)
+"""What a buffer is divided by for the first block of a ramp (`quickest_fill`), and memory that is not halved for every
+block, as small ones leave room for what is used again soon."""
 
 
 @final
@@ -129,7 +130,7 @@ def quickest_fill(touches: Touches, most: Bytes, device: Device) -> list[int]:
 
     - `max_fill`, which has the fewest blocks and mostly the fewest copies; and the same from the last op to the first,
       which begins with the block that is not full;
-    - ramps: first a share of a buffer (`RAMPS`), then twice as much from block to block until they are full;
+    - ramps: first a share of a buffer (`SHARES`), then twice as much from block to block until they are full;
     - parts of even ops, bytes and seconds, about as few as fit, and no fewer than the blocks of `max_fill`.
 
     Raises what `max_fill` raises.
@@ -137,7 +138,7 @@ def quickest_fill(touches: Touches, most: Bytes, device: Device) -> list[int]:
     filled = max_fill(touches, most)
     fills, halves = _Fills(touches, most), Halves(touches)
     tried = [
-        filled, fills.from_the_end(), *(fills.ramp(share) for share in RAMPS),
+        filled, fills.from_the_end(), *(fills.ramp(share) for share in SHARES),
         *(fills.even(weights, len(filled) - 1) for weights in _weights(touches)),
     ]  # fmt: skip
     return min(tried, key=lambda cuts: halves.times(cuts, device).seconds)
