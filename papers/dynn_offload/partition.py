@@ -114,7 +114,7 @@ def even(touches: Touches, most: int, what: str, least: int) -> list[int]:
         cuts = [0, *sorted({int(one) for one in inner if one < touches.ops}), touches.ops]
         if all(_touched(touches, *ends) <= most for ends in pairwise(cuts)):
             return cuts
-        count += max(count // 16, 1)
+        count += 1
     return list(range(touches.ops + 1))
 
 
