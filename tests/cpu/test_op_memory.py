@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import io
 import os
+import pickle
 import random
 import textwrap
+import threading
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -373,10 +378,94 @@ def test_what_one_large_call_takes_makes_nothing_leave_for_small_ones() -> None:
     assert [report.moves + report.drops for report in memory.history[1:]] == [0, 0]
 
 
-def test_other_threads_and_code_between_ops_take_memory_as_ever() -> None:
+SHAPE = (512, 256)
+NUMBERS = torch.ones(SHAPE).tolist()
+
+
+def loaded(new: bool, count: int = 6) -> list[Tensor]:
+    file = io.BytesIO()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.save([torch.ones(SHAPE) for _ in range(count)], file, _use_new_zipfile_serialization=new)
+    content = file.getvalue()
+    return torch.load(io.BytesIO(content))
+
+
+OUTSIDE_OF_OPS: dict[str, Callable[[], Any]] = {
+    "torch.load": lambda: loaded(new=True),
+    "torch.load, the older format": lambda: loaded(new=False),
+    "pickle": lambda: pickle.loads(pickle.dumps([torch.ones(SHAPE) for _ in range(3)])),
+    "deepcopy": lambda: copy.deepcopy([torch.ones(SHAPE) for _ in range(3)]),
+    "storages": lambda: [torch.UntypedStorage(512 * KiB) for _ in range(6)],
+    "resized": lambda: [torch.UntypedStorage(16).resize_(512 * KiB) for _ in range(6)],
+    "numbers": lambda: [torch.tensor(NUMBERS) for _ in range(6)],
+    "Tensor": lambda: [torch.Tensor(NUMBERS) for _ in range(6)],
+}
+
+
+@pytest.mark.parametrize("method", ["lru", "delta", "dtr", "window"])
+@pytest.mark.parametrize("used", [False, True])
+@pytest.mark.parametrize("kind", OUTSIDE_OF_OPS)
+def test_room_is_made_for_what_no_op_makes(kind: str, used: bool, method: str) -> None:
+    """Also where no op uses it, and the account would never hear of it: the arena tells."""
+    gc.collect()
+    there = arena.counts().live
+    model, x = nn.Sequential(*[nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(12)]), torch.randn(SHAPE)
+    with spillway.manage(model, budget="10 MiB", method=method) as memory:
+        for _ in range(3):
+            arena.reset_peaks()
+            with memory.step(x):
+                loss = model(x).sum()
+                made = OUTSIDE_OF_OPS[kind]()
+                for one in made if used else ():
+                    if isinstance(one, Tensor):
+                        loss = loss + one.mean()
+                loss.backward()
+            made = one = None
+            model.zero_grad()
+            report, known = memory.history[-1], 10 * MiB + there
+            assert arena.counts().peak_live <= known
+            assert report.peak_bytes <= 10 * MiB
+            assert report.device_peak_bytes <= 10 * MiB
+    assert memory.history[-1].moves + memory.history[-1].drops
+
+
+def test_what_no_op_makes_counts_once_and_until_it_is_gone() -> None:
+    model, x = nn.Linear(4, 4), torch.randn(8, 4)
+    kept: list[Any] = []
+    with spillway.manage(model, budget="16 MiB", method="lru") as memory:
+        with memory.step(x):
+            kept += [torch.UntypedStorage(MiB), torch.tensor(NUMBERS)]
+            kept[1].sum()
+            kept[1].sum()
+            del kept[0]
+            kept[0].sum()
+        first = memory.history[-1]
+        with memory.step(x):
+            kept[0].sum()
+        kept.clear()
+        with memory.step(x):
+            model(x)
+    assert MiB < first.peak_bytes - first.start_bytes - 512 * KiB < MiB + 4 * KiB
+    second, third = memory.history[1:]
+    assert 512 * KiB <= second.start_bytes - first.start_bytes <= 516 * KiB
+    assert second.peak_bytes - second.start_bytes < 4 * KiB
+    assert third.start_bytes - first.start_bytes < 4 * KiB
+
+
+def test_what_no_op_makes_and_has_no_room_lies_in_the_file(tmp_path: Path) -> None:
     model, x = convolutions()
-    with spillway.manage(model, budget="3 MiB", method="lru") as memory, memory.step(x):
+    spill = SpillOptions(directory=tmp_path)
+    with spillway.manage(model, budget="3 MiB", method="lru", spill=spill) as memory, memory.step(x):
         loss = model(x).square().mean()
+        found: list[torch.UntypedStorage] = []
+        other = threading.Thread(target=lambda: found.append(torch.UntypedStorage(8 * MiB)))
+        other.start()
+        other.join()
         storage = torch.UntypedStorage(8 * MiB)
-        assert not OpMemory("/tmp").is_beyond(storage.data_ptr())
+        meter = OpMemory(tmp_path)
+        assert [meter.is_beyond(one.data_ptr()) for one in (storage, *found)] == [True, False]
         loss.backward()
+        del storage
+    assert memory.history[-1].beyond_bytes == 8 * MiB
+    assert memory.history[-1].device_peak_bytes <= 3 * MiB

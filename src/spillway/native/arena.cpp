@@ -32,6 +32,8 @@
 //     malloc gives. Whatever was born in such steps counts until it is gone, in whatever thread, or until the account
 //     takes it over (`adopt`). Too much may be counted, never too little: who counts a small block is known by the
 //     function that frees it, of which there are SHARES, and sessions beyond that many have one together.
+//     In a watched step so does what its thread takes outside of any op (`torch.load`), what is small left out: whoever
+//     watches is asked for room first.
 // 10. A trace may be guarded: what its own thread takes lies in such a file as well where the trace would hold more than
 //     it is allowed, and the trace does not count it. Where there is no room for it, it is taken, and counts.
 
@@ -167,7 +169,7 @@ struct Block {
   bool told;         // whether the profiler heard of it
   Born born;
   std::uint64_t op;    // in which it was born; 0 outside of any
-  OpMemory* unwatched;  // in whose unwatched steps; null outside of any
+  OpMemory* unwatched;  // in whose unwatched steps, or outside of the ops of whose watched ones; null elsewhere
 };
 
 // What has come since a moment, less what of it is gone: with what was known then, a step's memory above its beginning.
@@ -550,9 +552,11 @@ OpMemory*& op_memory() {
 class OpMemory {
  public:
   enum Cell { RESIDENT, STATE, ALLOWED, LOCAL, ABOVE, MOST, PEAK, BEYOND, UNWATCHED, HELD, CELLS };
-  enum State { IDLE, BEGINS, RUNS, WENT_BEYOND, REFUSED };
+  enum State { OWN = -1, IDLE, BEGINS, RUNS, WENT_BEYOND, REFUSED };
+  enum Room { NONE, COUNTED, OF_ENGINE };
+  using AskForRoom = int (*)(std::size_t);
 
-  explicit OpMemory(const char* directory) : directory_(directory), share_(take_share()) {}
+  OpMemory(const char* directory, AskForRoom ask) : ask_(ask), directory_(directory), share_(take_share()) {}
 
   std::int64_t* cells() { return cells_; }
 
@@ -566,6 +570,26 @@ class OpMemory {
     return cells_[STATE] >= RUNS;
   }
   std::uint64_t op() const { return op_; }
+
+  // Whether a watched step is between two ops, and it is not the engine that takes something.
+  bool outside_of_ops() const { return cells_[STATE] == IDLE && cells_[UNWATCHED] == 0 && ask_ != nullptr; }
+  // Whoever watches takes it into the account, after making room. Python runs; no lock is held.
+  Room ask_for_room(std::size_t nbytes) {
+    cells_[STATE] = OWN;
+    const int room = ask_(nbytes);
+    cells_[STATE] = IDLE;
+    return static_cast<Room>(room);
+  }
+  void holds_outside(std::size_t nbytes) {
+    __atomic_fetch_add(&cells_[HELD], static_cast<std::int64_t>(nbytes), __ATOMIC_RELAXED);
+  }
+  void* lend_outside(std::size_t nbytes, bool told) {
+    if (op_ != outside_) {
+      op_ = outside_ = new_op();
+      cells_[LOCAL] = cells_[ABOVE] = cells_[MOST] = 0;
+    }
+    return lend(nbytes, told);
+  }
 
   // Whether a step runs that nobody watches (rule 9), and that is as one op.
   bool unwatched() const { return cells_[UNWATCHED] != 0; }
@@ -719,6 +743,7 @@ class OpMemory {
     std::lock_guard<std::mutex> guard(mutex());
     if (!closed_) --share_->sessions;
     closed_ = true;
+    ask_ = nullptr;
     cells_[STATE] = IDLE;  // nobody may have ended its step
     cells_[UNWATCHED] = 0;
     let_go_of(std::exchange(chunk_, nullptr));
@@ -875,10 +900,11 @@ class OpMemory {
   static c10::DeleterFnPtr usual_deleter();
 
   std::int64_t cells_[CELLS] = {};
+  AskForRoom ask_;
   const std::string directory_;
   Share* const share_;
   const pid_t process_ = ::getpid();
-  std::uint64_t op_ = 0;
+  std::uint64_t op_ = 0, outside_ = 0;
   int file_ = -1;
   bool closed_ = false, lending_ = false;
   Extents free_;  // of the file, by offset
@@ -895,16 +921,26 @@ class ArenaAllocator final : public c10::Allocator {
  public:
   c10::DataPtr allocate(std::size_t nbytes) override {
     if (nbytes == 0) return c10::GetDefaultCPUAllocator()->allocate(0);
-    OpMemory* const unwatched = op_memory() != nullptr && op_memory()->unwatched() ? op_memory() : nullptr;
-    const bool hopeless = nbytes > machine_memory();
-    if (OpMemory* const lender = hopeless ? nullptr : arena().lender(nbytes)) {
-      if (void* const lent = lender->lend(nbytes, c10::memoryProfilingEnabled())) {
-        report(lent, static_cast<std::int64_t>(nbytes));
-        return {lent, lent, &free, c10::Device(c10::DeviceType::CPU)};
-      }
-    }
+    OpMemory* const step = op_memory();
+    OpMemory* const unwatched = step != nullptr && step->unwatched() ? step : nullptr;
+    const bool hopeless = nbytes > machine_memory(), told = c10::memoryProfilingEnabled();
+    OpMemory* const lender = hopeless ? nullptr : arena().lender(nbytes);
+    void* lent = lender != nullptr ? lender->lend(nbytes, told) : nullptr;
     const bool elsewhere = nbytes < SMALL || hopeless;
-    void* memory = elsewhere ? nullptr : unwatched != nullptr ? take(nbytes, *unwatched) : take(nbytes);
+    bool outside = step != nullptr && lent == nullptr && !elsewhere && step->outside_of_ops();
+    if (outside) {
+      const OpMemory::Room room = step->ask_for_room(nbytes);
+      if (room == OpMemory::NONE) lent = step->lend_outside(nbytes, told);
+      outside = room != OpMemory::OF_ENGINE;
+    }
+    if (lent != nullptr) {
+      report(lent, static_cast<std::int64_t>(nbytes));
+      return {lent, lent, &free, c10::Device(c10::DeviceType::CPU)};
+    }
+    void* memory = elsewhere              ? nullptr
+                   : unwatched != nullptr ? take(nbytes, *unwatched)
+                   : outside              ? take_outside(nbytes, *step)
+                                          : take(nbytes);
     if (memory == nullptr) {  // rule 4
       c10::DataPtr outside = c10::GetDefaultCPUAllocator()->allocate(nbytes);
       if (unwatched == nullptr || unwatched->holds_small(outside.get())) {
@@ -951,6 +987,11 @@ class ArenaAllocator final : public c10::Allocator {
     if (counts && !op->fits(nbytes)) return op->beyond(nbytes, told);
     void* const memory = arena().take(nbytes, told, counts ? op->op() : 0, nullptr);
     if (counts && memory != nullptr) op->took(nbytes);
+    return memory;
+  }
+  static void* take_outside(std::size_t nbytes, OpMemory& step) {
+    void* const memory = arena().take(nbytes, c10::memoryProfilingEnabled(), 0, &step);
+    if (memory != nullptr) step.holds_outside(nbytes);
     return memory;
   }
   static void* take(std::size_t nbytes, OpMemory& unwatched) {
@@ -1017,7 +1058,9 @@ void spillway_arena_guard(int place, std::int64_t most, OpMemory* lender) {
 }
 int spillway_arena_owns(const void* address) { return arena().owns(address) ? 1 : 0; }
 
-OpMemory* spillway_op_memory(const char* directory) { return new OpMemory(directory); }  // rule 5
+OpMemory* spillway_op_memory(const char* directory, OpMemory::AskForRoom ask) {
+  return new OpMemory(directory, ask);  // rule 5
+}
 std::int64_t* spillway_op_memory_cells(OpMemory* memory) { return memory->cells(); }
 void spillway_op_memory_here(OpMemory* memory, int unwatched) {
   op_memory() = memory;

@@ -9,7 +9,7 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Final, cast, final
 
@@ -52,6 +52,8 @@ class _Counts(ctypes.Structure):
     _fields_ = [(field.name, ctypes.c_size_t) for field in fields(Counts)]
 
 
+_Ask: Final = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_size_t)
+
 _lock = threading.RLock()
 renew_in_children(sys.modules[__name__], "_lock")
 _holders: Final[set[int]] = set()
@@ -69,7 +71,7 @@ def _opened() -> ctypes.CDLL:
     library.spillway_arena_forget.argtypes = [ctypes.c_int, ctypes.c_size_t]
     library.spillway_arena_since.argtypes = [ctypes.c_int, ctypes.c_void_p]
     library.spillway_arena_guard.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_void_p]
-    library.spillway_op_memory.argtypes = [ctypes.c_char_p]
+    library.spillway_op_memory.argtypes = [ctypes.c_char_p, _Ask]
     for name in ("", "_cells", "_small"):
         getattr(library, f"spillway_op_memory{name}").restype = ctypes.c_void_p
     for name in ("cells", "close", "end_lending", "has", "small"):
@@ -209,10 +211,14 @@ class Trace:
 RESIDENT, STATE, ALLOWED, LOCAL, ABOVE, MOST, PEAK, BEYOND, UNWATCHED, HELD = range(10)
 """Cells of an `OpMemory`: the session's account when the op began; what of the following it is; the budget; what the op
 has now, in memory and above the budget; the most of both together; the most of the account and what ops had in memory;
-the most that one op had above the budget; whether a whole step counts as one op; what unwatched steps made of which the
-account has nothing, without what is small."""
-IDLE, BEGINS, RUNS, WENT_BEYOND, REFUSED = range(5)
-"""What `STATE` says. Python writes the first two; an op that allocated nothing stays at the second."""
+the most that one op had above the budget; whether a whole step counts as one op; what unwatched steps made, and watched ones
+outside of ops, of which the account has nothing, without what is small."""
+OWN, IDLE, BEGINS, RUNS, WENT_BEYOND, REFUSED = range(-1, 5)
+"""What `STATE` says. Python writes the first three; an op that allocated nothing stays at the third. What the engine
+takes between ops, and counts by itself, is its own."""
+NONE, COUNTED, OF_ENGINE = range(3)
+"""What is answered where a watched step takes memory outside of any op: no room, so that it lies in the file; it is in
+the account now; it is the engine that takes it."""
 
 
 def _numbers(address: int, count: int) -> memoryview:
@@ -223,12 +229,15 @@ def _numbers(address: int, count: int) -> memoryview:
 @final
 class OpMemory:
     """What the ops of a session take for themselves while they run, on top of its account, in the thread of its step.
-    What has no room in the budget lies in a mapped file without a name, in a directory, until it is freed."""
+    What has no room in the budget lies in a mapped file without a name, in a directory, until it is freed. In watched
+    steps `ask` is called, without a lock, for what that thread takes outside of any op: how many bytes, and one of
+    `NONE`, `COUNTED` and `OF_ENGINE` back."""
 
-    def __init__(self, directory: str | os.PathLike[str]) -> None:
+    def __init__(self, directory: str | os.PathLike[str], ask: Callable[[Bytes], int] | None = None) -> None:
         """Raises NativeError where there cannot be an arena."""
         self._library = _opened()
-        self._memory: int = self._library.spillway_op_memory(os.fsencode(directory))
+        self._ask = _Ask() if ask is None else _Ask(ask)
+        self._memory: int = self._library.spillway_op_memory(os.fsencode(directory), self._ask)
         self.address: int = self._library.spillway_op_memory_cells(self._memory)
         self.cells = _numbers(self.address, 10)
         self._small = _numbers(self._library.spillway_op_memory_small(self._memory), 1)

@@ -65,7 +65,7 @@ constexpr std::int64_t SMALL = 16384;  // elements that an op goes through in so
 constexpr std::int64_t UNBOUNDED = -1;
 constexpr std::size_t HOOKS = 64;  // at a time; whoever comes later goes the long way
 
-enum State { IDLE, BEGINS, RUNS, WENT_BEYOND, REFUSED };      // as in arena.cpp
+enum State { IDLE, BEGINS, RUNS, WENT_BEYOND, REFUSED };      // as in arena.cpp, of which it needs these
 enum Cell { RESIDENT, STATE, UNWATCHED = 8 };                 // as there
 enum Absent { HERE, DROPPED, AWAY, GONE };                    // as in `memory/records.py`
 enum Moment { BEFORE = 1, AFTER = 2 };                        // as in `engines/tensors/followed.py`

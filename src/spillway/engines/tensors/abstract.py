@@ -399,6 +399,14 @@ class AbstractTensorEngine(ABC):
         room for `needed` bytes, which are not seen."""
 
     @abstractmethod
+    def takes_outside(self) -> bool:
+        """Whether it is the user's code that takes memory in this thread now, in a watched step and in no op."""
+
+    @abstractmethod
+    def take_outside(self, nbytes: Bytes) -> bool:
+        """So many bytes that no op makes are in the account from here on, if there is room for them."""
+
+    @abstractmethod
     def also_here(self) -> AbstractContextManager[None]:
         """What this thread, which is not the step's, runs within is a part of the step."""
 

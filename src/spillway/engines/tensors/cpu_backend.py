@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Final, TypeVar, final
@@ -23,7 +24,7 @@ from spillway.internals.private import storage_of
 from spillway.internals.process_memory import HeldHeap, Reclaimer, ResidentSet
 from spillway.memory.budget import UNLIMITED
 from spillway.memory.controller import Controller
-from spillway.native.arena import ABOVE, BEYOND, LOCAL, MOST, PEAK, Arena, OpMemory
+from spillway.native.arena import ABOVE, BEYOND, COUNTED, LOCAL, MOST, NONE, OF_ENGINE, PEAK, Arena, OpMemory
 from spillway.tiers.disk import DiskTier
 from spillway.tiers.spill_file import SpillIO
 from spillway.units import Bytes
@@ -101,7 +102,7 @@ class CpuBackend(AbstractBackend):
         self._measures_link = copies_beside
         self._machine.budget = engine.budget
         if self._arena is not None and engine.budget.limited:
-            self._op_memory = self._machine.op_memory = OpMemory(self.tier.directory)
+            self._op_memory = self._machine.op_memory = OpMemory(self.tier.directory, _asking(engine))
             self.unwatched = self._op_memory
             self.workspaces = Workspaces(OpMeter(self._op_memory), frozenset(), required=False)
         if self._arena is not None:
@@ -221,3 +222,16 @@ class CpuBackend(AbstractBackend):
     def _attached(self) -> Controller:
         assert self._controller is not None, "attach() comes first"
         return self._controller
+
+
+def _asking(engine: AbstractTensorEngine) -> Callable[[Bytes], int]:
+    """What the arena calls where the step's thread takes memory outside of any op; no error may leave it."""
+    own = weakref.ref(engine)
+
+    def ask(nbytes: Bytes) -> int:
+        engine = own()
+        if engine is None or not engine.takes_outside():
+            return OF_ENGINE
+        return COUNTED if engine.take_outside(nbytes) else NONE
+
+    return ask

@@ -69,6 +69,11 @@ class Dispatch:
         """As the hook has it; None without one."""
         return self.native.uncounted(models, optimizers, asked) if self.native is not None else None
 
+    @property
+    def handles(self) -> bool:
+        """Whether an op of this thread is under way."""
+        return self._watcher.within == threading.get_ident()
+
     def hook(self) -> None:
         """From now on ops arrive at the native hook first, where there is one."""
         hooked = self._engine.backend.hooked

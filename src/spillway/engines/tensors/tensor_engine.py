@@ -95,7 +95,8 @@ class TensorEngine(AbstractTensorEngine):
         """Whether something that is compiled ran op by op, because a step was watched."""
         self.in_step = False
         self._left: Bytes = 0
-        """What unwatched steps made, counts in the step that runs, and is in nobody's hands that Python knows of."""
+        """What unwatched steps made, and this one outside of ops: it counts in the step that runs, and no storage is known
+        for it."""
         self._given_away: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         """What unwatched steps left in the spill directory and has to stay there, by the addresses of storages."""
         self.from_outside: Bytes = 0
@@ -185,6 +186,8 @@ class TensorEngine(AbstractTensorEngine):
             self.from_outside += 0 if self._taken_over(key) else _storage_of(tensor).nbytes()
             with self.controller.lock:
                 self.controller.make_room(_storage_of(tensor).nbytes(), "first use of a tensor from outside the step")
+            if self.backend.unwatched is not None and self.backend.unwatched.lends():
+                self._on_cpu.bring_into_memory(self._free_to_move([tensor]), _storage_of(tensor).nbytes())
         storage = self.register(tensor, key)
         if self.history is not None:
             self.history.note_found(storage)
@@ -216,8 +219,22 @@ class TensorEngine(AbstractTensorEngine):
                 before = bisect.bisect_left(starts, place[1])
                 storage.escaped |= before > 0 and ends[before - 1] > place[0]
 
+    def takes_outside(self) -> bool:
+        return self.in_step and not self._dispatch.handles
+
+    @unheard
+    def take_outside(self, nbytes: Bytes) -> bool:
+        self._count_what_is_left()
+        with self.controller.lock:
+            self.controller.make_room_if_possible(nbytes, "memory that no op makes", stays=0)
+            if self.budget.short(nbytes) > 0:
+                return False
+            self.budget.create(nbytes)
+        self._left += nbytes
+        return True
+
     def _taken_over(self, key: int) -> bool:
-        """Whether an unwatched step made it, whose bytes count already."""
+        """Whether it was not made by a watched step's op, and its bytes count already."""
         meter = self.backend.unwatched
         taken = meter is not None and self._left > 0 and meter.adopt((key,)) > 0
         self._count_what_is_left()
@@ -427,12 +444,12 @@ class TensorEngine(AbstractTensorEngine):
         if meter.is_beyond(real.data_ptr()):  # which does not count
             self._given_away[key] = weakref.ref(real, lambda _: self._given_away.pop(key, None))
             return None
+        meter.adopt((key,))
+        self._count_what_is_left()
         with unwatched():
             storage = self.register(bytes_over(real), key)
-        meter.adopt((key,))
         for running in self.unwatched:
             running.died(-storage.nbytes)
-        self._count_what_is_left()
         return storage
 
     def reveal_inside(self, tensor: torch.Tensor) -> None:
