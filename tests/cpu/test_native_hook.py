@@ -525,3 +525,75 @@ engine.close()
 def test_the_storage_of_a_result_may_be_garbage_in_a_circle() -> None:
     ran = subprocess.run([sys.executable, "-c", STORAGE_IN_GARBAGE], capture_output=True, text=True)
     assert (ran.returncode, ran.stderr) == (0, "")
+
+
+# ------------------------------------------------------------------ what is known by name
+
+
+def tied() -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Two names for one parameter, a view of a buffer beside it, a module that occurs twice, and one that is shared."""
+    inner = nn.Linear(8, 8)
+    model = nn.Sequential(nn.Embedding(8, 8), inner, nn.BatchNorm1d(8), inner, nn.Linear(8, 8))
+    model[4].weight = model[0].weight
+    model.register_buffer("view", model[2].running_mean[2:])
+    model.register_buffer("none", None)
+    model.register_buffer("empty", torch.empty(0))
+    return model, torch.optim.AdamW(model.parameters())
+
+
+def sparse() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Sequential(nn.Embedding(8, 8, sparse=True), nn.Linear(8, 8))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+
+
+def remembering() -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Directions stand in lists of the optimizer's state."""
+    model = nn.Sequential(nn.Embedding(8, 8), nn.Linear(8, 8))
+    return model, torch.optim.LBFGS(model.parameters(), max_iter=3)
+
+
+def scripted() -> tuple[nn.Module, torch.optim.Optimizer]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = nn.Sequential(nn.Embedding(8, 8), torch.jit.script(nn.Linear(8, 8)))
+    return model, torch.optim.Adam(model.parameters())
+
+
+@pytest.mark.parametrize("build", [tied, sparse, remembering, scripted])
+@pytest.mark.parametrize("method", ["lru", "auto"])
+def test_what_is_known_by_name_is_told_as_in_python(
+    method: str, build: Callable[[], tuple[nn.Module, torch.optim.Optimizer]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = build()
+    batch = torch.arange(8), {"mask": torch.ones(8, 8)[::2], "numbers": 3}
+    own = torch.zeros(8).numpy()
+    model.register_buffer("of NumPy", torch.from_numpy(own))
+
+    def loss() -> Tensor:
+        optimizer.zero_grad()
+        out = model(batch[0]).square().mean()
+        out.backward()
+        return out
+
+    with spillway.manage(model, optimizer, budget="1 GiB", method=method) as memory:
+        session: Any = getattr(memory, "_now", memory)
+        for _ in range(2):
+            with memory.step(batch):
+                optimizer.step(loss)
+            told = session._named(batch)
+            with monkeypatch.context() as context:
+                context.setattr(session, "_native", None)
+                assert session._named(batch) == told
+            assert sum(told.values()) > 8 * 8 * 4
+
+
+def test_what_is_usual_is_not_walked_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = tied()
+    with spillway.manage(model, optimizer, budget="1 GiB", method="auto") as memory:
+        for step in range(4):
+            with memory.step(torch.arange(8)):
+                model(torch.arange(8)).square().mean().backward()
+                optimizer.step()
+            if step == 2:
+                walked = "spillway.session.abstract_session.Session._of_models"
+                monkeypatch.setattr(walked, lambda _: pytest.fail("every tensor was asked for in Python"))

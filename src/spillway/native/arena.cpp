@@ -63,6 +63,7 @@
 #include <string>
 #include <tuple>
 #include <unordered_map>
+#include <vector>
 #include <utility>
 
 #ifndef MREMAP_DONTUNMAP
@@ -306,7 +307,8 @@ class Arena {
       traces_[place].owner = this_thread();
       traces_[place].moment = ++begun_;
       for (std::size_t one = 0; one < count; ++one) traces_[place].known.emplace(addresses[one], sizes[one]);
-      ++open_;
+      running_.push_back(place);
+      open_ = running_.size();
       return static_cast<int>(place);
     }
     return -1;
@@ -343,7 +345,8 @@ class Arena {
   void end_trace(int place) {
     std::lock_guard<std::mutex> guard(mutex_);
     traces_[static_cast<std::size_t>(place)] = Trace{};
-    --open_;
+    running_.erase(std::find(running_.begin(), running_.end(), static_cast<std::size_t>(place)));
+    open_ = running_.size();
   }
 
   // Gives warm pages back to the system until at most `keep` bytes of them are left.
@@ -392,12 +395,11 @@ class Arena {
     Born born{nbytes, begun_, 0};
     if (open_ == 0) return born;
     const std::uint64_t thread = this_thread();
-    const bool has_own = std::any_of(traces_.begin(), traces_.end(),
-                                     [&](const Trace& one) { return one.open && one.owner == thread; });
+    const bool has_own = std::any_of(running_.begin(), running_.end(),
+                                     [&](std::size_t place) { return traces_[place].owner == thread; });
     const bool counts_itself = !has_own && op_memory() != nullptr;  // in a step of a session that watches every op
-    for (std::size_t place = 0; place < TRACES; ++place) {
+    for (const std::size_t place : running_) {
       Trace& trace = traces_[place];
-      if (!trace.open) continue;
       trace.forget(reinterpret_cast<std::uintptr_t>(memory));  // whoever had this address went unheard
       if (counts_itself || (has_own && trace.owner != thread)) continue;
       born.traces |= std::uint32_t{1} << place;
@@ -408,9 +410,8 @@ class Arena {
   }
   void discount(const void* memory, const Born& born) {
     if (open_ == 0) return;
-    for (std::size_t place = 0; place < TRACES; ++place) {
+    for (const std::size_t place : running_) {
       Trace& trace = traces_[place];
-      if (!trace.open) continue;
       if ((born.traces >> place & 1) != 0 && born.moment >= trace.moment) {
         trace.held -= static_cast<std::int64_t>(born.nbytes);
       } else {
@@ -530,6 +531,7 @@ class Arena {
   std::unordered_map<std::size_t, Block> used_;     // by offset
   std::unordered_map<const void*, Born> outside_;  // born in a trace
   std::array<Trace, TRACES> traces_;
+  std::vector<std::size_t> running_;  // of these
   std::uint64_t begun_ = 0;                                  // traces
   std::atomic<std::size_t> open_{0}, known_outside_{0};  // read before the lock is taken
   std::set<std::size_t> cuts_;

@@ -26,6 +26,7 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/SmallVector.h>
 #include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -511,8 +512,7 @@ class Hook {
   PyObject* survey() const;
   // Of the tensors that `Session._tensors` knows by name, but for the batch: those whose storage is not in the table with
   // its size, and that `knows` does not know either. None where that has to be asked in Python.
-  PyObject* uncounted(PyObject* models, PyObject* optimizers, PyObject* tensor, PyObject* address, Knows* knows,
-                      void* memory) const;
+  PyObject* uncounted(PyObject* models, PyObject* optimizers, PyObject* address, Knows* knows, void* memory) const;
 
   // Whether the op ran here; if not, nothing has changed.
   bool run(std::size_t place, const c10::OperatorHandle& op, DispatchKeySet keys, Stack& stack);
@@ -1228,20 +1228,37 @@ PyObject* Hook::survey() const {
   return Py_BuildValue("OLL", odd.get(), static_cast<long long>(present), static_cast<long long>(escaped));
 }
 
-// Walks what is known by name.
+// Of a tensor as nearly all are: strided, and with a storage of its own. Null of others.
+c10::StorageImpl* plain_storage(const at::Tensor& tensor) {
+  static const DispatchKeySet odd({DispatchKey::Python, DispatchKey::NestedTensor, DispatchKey::FuncTorchGradWrapper,
+                                   DispatchKey::FuncTorchBatched});
+  if (tensor.layout() != c10::kStrided || tensor.key_set().has_any(odd) || !tensor.has_storage()) return nullptr;
+  return tensor.storage().unsafeGetStorageImpl();
+}
+
+// Walks what is known by name. Whoever looks says false where a tensor is of no usual kind.
 class Walk {
  public:
-  using Counted = std::function<bool(c10::StorageImpl*)>;
-  Walk(PyObject* address, Counted counted) : address_(address), counted_(std::move(counted)) {}
-
-  PyObject* found() { return found_.release(); }
+  using Look = std::function<bool(const at::Tensor&)>;
+  explicit Walk(Look look) : look_(std::move(look)) {}
 
   // False where a part is of no usual kind.
+  bool all(PyObject* models, PyObject* optimizers) {
+    for (Py_ssize_t one = 0; one < PyTuple_GET_SIZE(models); ++one) {
+      if (!module(PyTuple_GET_ITEM(models, one))) return false;
+    }
+    for (Py_ssize_t one = 0; one < PyTuple_GET_SIZE(optimizers); ++one) {
+      if (!optimizer(PyTuple_GET_ITEM(optimizers, one))) return false;
+    }
+    return true;
+  }
+  bool look(PyObject* value) { return THPVariable_Check(value) && look_(THPVariable_Unpack(value)); }
+
+ private:
   bool module(PyObject* module) {
     if (!seen_.insert(module).second) return true;
     static const std::array names = {PyUnicode_InternFromString("_parameters"), PyUnicode_InternFromString("_buffers"),
                                      PyUnicode_InternFromString("_modules")};
-    static PyObject* const grad = PyUnicode_InternFromString("grad");
     const Ref dict(PyObject_GenericGetDict(module, nullptr));
     std::array<PyObject*, names.size()> parts{};
     for (std::size_t one = 0; one < parts.size(); ++one) {
@@ -1252,64 +1269,85 @@ class Walk {
     for (Py_ssize_t place = 0; PyDict_Next(parts[0], &place, &key, &value) != 0;) {
       if (value == Py_None) continue;
       const Ref held = Ref::to(value);  // a collection of garbage may come between
-      look(value);
-      if (const Ref gradient(PyObject_GetAttr(value, grad)); gradient.get() != Py_None) look(gradient.get());
+      if (!look(value)) return false;
+      const at::Tensor& parameter = THPVariable_Unpack(value);
+      if (!parameter.is_leaf() && !parameter.retains_grad()) continue;
+      if (const at::Tensor gradient = parameter.grad(); gradient.defined() && !look_(gradient)) return false;
     }
     for (Py_ssize_t place = 0; PyDict_Next(parts[1], &place, &key, &value) != 0;) {
-      if (value != Py_None) look(value);
+      if (value != Py_None && !look(value)) return false;
     }
     for (Py_ssize_t place = 0; PyDict_Next(parts[2], &place, &key, &value) != 0;) {
       if (value != Py_None && !this->module(value)) return false;
     }
     return true;
   }
-  bool optimizer(PyObject* optimizer, PyTypeObject* tensor) {
+  bool optimizer(PyObject* optimizer) {
     const Ref state(PyObject_GetAttrString(optimizer, "state"));
     if (PyDict_Check(state.get()) == 0) return false;
     PyObject *key = nullptr, *entry = nullptr, *name = nullptr, *value = nullptr;
     for (Py_ssize_t place = 0; PyDict_Next(state.get(), &place, &key, &entry) != 0;) {
       if (PyDict_Check(entry) == 0) return false;
       for (Py_ssize_t at = 0; PyDict_Next(entry, &at, &name, &value) != 0;) {
-        if (PyObject_TypeCheck(value, tensor) != 0) look(value);
+        if (PyList_Check(value) != 0 || PyDict_Check(value) != 0) return false;  // of more tensors, as LBFGS has them
+        if (THPVariable_Check(value) && !look(value)) return false;
       }
     }
     return true;
   }
 
- private:
-  void look(PyObject* tensor) {
-    PyObject* const key = PyObject_CallOneArg(address_, tensor);
-    if (key == nullptr) {  // it has no storage
-      if (PyErr_ExceptionMatches(PyExc_RuntimeError) == 0) raise();
-      return PyErr_Clear();
-    }
-    const Ref owned(key);
-    auto* const real = static_cast<c10::StorageImpl*>(PyLong_AsVoidPtr(key));
-    if (real != nullptr && !counted_(real) && PyList_Append(found_.get(), tensor) != 0) raise();
-  }
-
-  PyObject* const address_;
-  const Counted counted_;
-  Ref found_{PyList_New(0)};
+  const Look look_;
   std::unordered_set<PyObject*> seen_;
 };
 
-PyObject* Hook::uncounted(PyObject* models, PyObject* optimizers, PyObject* tensor, PyObject* address, Knows* knows,
-                          void* memory) const {
-  Walk walk(address, [&](c10::StorageImpl* real) {
+PyObject* Hook::uncounted(PyObject* models, PyObject* optimizers, PyObject* address, Knows* knows, void* memory) const {
+  const Ref found(PyList_New(0));
+  const auto counted = [&](c10::StorageImpl* real) {
     const Ref key(PyLong_FromVoidPtr(real));
     PyObject* const storage = PyDict_GetItemWithError(table_.get(), key.get());
     if (storage != nullptr) return storage_.nbytes.number_of(storage) == static_cast<std::int64_t>(real->nbytes());
     return knows(memory, real) != 0;
+  };
+  Walk walk([&](const at::Tensor& tensor) {
+    c10::StorageImpl* real = plain_storage(tensor);
+    if (real != nullptr && counted(real)) return true;
+    const Ref wrapped(THPVariable_Wrap(tensor));
+    if (real == nullptr) {
+      PyObject* const key = PyObject_CallOneArg(address, wrapped.get());
+      if (key == nullptr) {  // it has no storage
+        if (PyErr_ExceptionMatches(PyExc_RuntimeError) == 0) raise();
+        PyErr_Clear();
+        return true;
+      }
+      const Ref owned(key);
+      real = static_cast<c10::StorageImpl*>(PyLong_AsVoidPtr(key));
+      if (real == nullptr || counted(real)) return true;
+    }
+    if (PyList_Append(found.get(), wrapped.get()) != 0) raise();
+    return true;
   });
-  for (Py_ssize_t one = 0; one < PyTuple_GET_SIZE(models); ++one) {
-    if (!walk.module(PyTuple_GET_ITEM(models, one))) Py_RETURN_NONE;
+  return walk.all(models, optimizers) ? Py_NewRef(found.get()) : Py_NewRef(Py_None);
+}
+
+// Bytes of the storages of these, by the address of their memory; None where one is of no usual kind.
+PyObject* module_named(PyObject*, PyObject* args) {
+  BEGIN_CALL
+  PyObject *models = nullptr, *optimizers = nullptr, *others = nullptr;
+  if (PyArg_ParseTuple(args, "O!O!O!", &PyTuple_Type, &models, &PyTuple_Type, &optimizers, &PyTuple_Type, &others) == 0) {
+    return nullptr;
   }
-  auto* const type = reinterpret_cast<PyTypeObject*>(tensor);
-  for (Py_ssize_t one = 0; one < PyTuple_GET_SIZE(optimizers); ++one) {
-    if (!walk.optimizer(PyTuple_GET_ITEM(optimizers, one), type)) Py_RETURN_NONE;
-  }
-  return walk.found();
+  const Ref found(PyDict_New());
+  Walk walk([&](const at::Tensor& tensor) {
+    c10::StorageImpl* const real = plain_storage(tensor);
+    if (real == nullptr || real->device_type() != c10::DeviceType::CPU) return false;
+    const Ref address(PyLong_FromVoidPtr(const_cast<void*>(real->data()))), size = number(real->nbytes());
+    if (PyDict_SetItem(found.get(), address.get(), size.get()) != 0) raise();
+    return true;
+  });
+  bool usual = walk.all(models, optimizers);
+  for (Py_ssize_t one = 0; usual && one < PyTuple_GET_SIZE(others); ++one) usual = walk.look(PyTuple_GET_ITEM(others, one));
+  return usual ? Py_NewRef(found.get()) : Py_NewRef(Py_None);
+  END_CALL
 }
 
 PyObject* deaths_heard(PyObject* self, PyObject* watch) {
@@ -1447,14 +1485,13 @@ PyObject* hook_survey(PyObject* self, PyObject*) {
 }
 PyObject* hook_uncounted(PyObject* self, PyObject* args) {
   BEGIN_CALL
-  PyObject *models = nullptr, *optimizers = nullptr, *tensor = nullptr, *address = nullptr;
+  PyObject *models = nullptr, *optimizers = nullptr, *address = nullptr;
   unsigned long long knows = 0, memory = 0;
-  if (PyArg_ParseTuple(args, "O!O!OOKK", &PyTuple_Type, &models, &PyTuple_Type, &optimizers, &tensor, &address, &knows,
-                       &memory) == 0) {
+  if (PyArg_ParseTuple(args, "O!O!OKK", &PyTuple_Type, &models, &PyTuple_Type, &optimizers, &address, &knows, &memory) == 0) {
     return nullptr;
   }
   if (const Hook* const hook = object_of(self).hook; hook != nullptr) {
-    return hook->uncounted(models, optimizers, tensor, address, reinterpret_cast<Knows*>(knows),
+    return hook->uncounted(models, optimizers, address, reinterpret_cast<Knows*>(knows),
                            reinterpret_cast<void*>(memory));
   }
   Py_RETURN_NONE;
@@ -1543,6 +1580,7 @@ PyObject* module_serve(PyObject*, PyObject* name) {
 
 PyMethodDef module_methods[] = {
     {"serve", &module_serve, METH_O, "From now on ops of this name arrive here first."},
+    {"named", &module_named, METH_VARARGS, "Bytes of what is known by name, by the address of their memory."},
     {nullptr, nullptr, 0, nullptr}};
 PyModuleDef module = {PyModuleDef_HEAD_INIT, "spillway_hook", nullptr, -1, module_methods};
 

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, Final, Self, final
 import torch
 
 from spillway.engines.tensors.devices import allowed_bytes, device_of
+from spillway.engines.tensors.native_hook import native_module
 from spillway.engines.tensors.tensor_engine import TensorEngine
 from spillway.engines.tensors.torch_compile import check_not_compiling
 from spillway.engines.tensors.turns import end_lost_steps, may_end
@@ -200,8 +201,9 @@ class Session(ABC):
         self._ranks: Ranks | None = None
         """The other processes, where this one is in a process group."""
         self._updates = Updates(parameter for model in models for parameter in model.parameters())
+        self._native = native_module()
         resident = ResidentSet()
-        held = [one.nbytes() for one in storages(Session._tensors(self, ())) if one.device.type == "cpu"]
+        held = [one.nbytes() for one in storages(self._of_models()) if one.device.type == "cpu"]
         self._beside = max(resident.read() - sum(held), 0)
         """What the process takes of memory beside what the budget counts, without pages of files."""
         resident.close()
@@ -523,6 +525,11 @@ class Session(ABC):
 
     def _tensors(self, batch: Any) -> Iterator[tuple[Kind, torch.Tensor]]:
         """Every tensor that is known by name, and what it is for."""
+        yield from self._of_models()
+        yield from self._beside_models(batch)
+
+    def _of_models(self) -> Iterator[tuple[Kind, torch.Tensor]]:
+        """Those that models and optimizers have."""
         parameters, gradients, buffers, states = NAMED  # looking a member up takes as long as the rest
         tensor, mappings = torch.Tensor, (dict, Mapping)
         for module in modules_of(self._models):
@@ -542,11 +549,23 @@ class Session(ABC):
                             yield states, value
                         elif isinstance(value, (list, *mappings)):  # as LBFGS keeps directions
                             yield from ((states, leaf) for leaf in leaves(value) if isinstance(leaf, tensor))
+
+    def _beside_models(self, batch: Any) -> Iterator[tuple[Kind, torch.Tensor]]:
+        """Others."""
         yield from ((Kind.INPUT, leaf) for leaf in leaves(batch) if isinstance(leaf, torch.Tensor))
 
+    def _named(self, batch: Any) -> dict[int, Bytes]:
+        """Bytes of the storages of all these tensors, by the address of their memory."""
+        if self._native is not None:
+            beside = tuple(tensor for _, tensor in self._beside_models(batch))
+            found: dict[int, Bytes] | None = self._native.named(tuple(self._models), tuple(self._optimizers), beside)
+            if found is not None:
+                return found
+        return {storage.data_ptr(): storage.nbytes() for storage in storages(self._tensors(batch))}
+
     def _named_bytes(self, batch: Any) -> Bytes:
-        """Of the storages of all these tensors."""
-        return sum(storage.nbytes() for storage in storages(self._tensors(batch)))
+        """Of all of them together."""
+        return sum(self._named(batch).values())
 
     def _finish(self, report: StepReport) -> None:
         self.history.append(report)

@@ -246,7 +246,7 @@ class BlockSession(Session):
         self._handles = [one.register_step_pre_hook(self._optimizer_begins) for one in optimizers]
         self._handles += [one.register_step_post_hook(self._optimizer_ended) for one in optimizers]
         self._pages = blocks.page
-        self._named = blocks.names
+        self._named_blocks = blocks.names
         self._parts = tuple(modules_of(models))
         """All modules of the model when a step was last begun."""
         self._looked = 0
@@ -260,8 +260,8 @@ class BlockSession(Session):
 
     def _open_or_find(self) -> None:
         """Blocks that are named, or sharded by themselves; others are found in the step that is next."""
-        names = self._named if self._named is not None else sharded_blocks(self._model)
-        if names or self._named is not None:
+        names = self._named_blocks if self._named_blocks is not None else sharded_blocks(self._model)
+        if names or self._named_blocks is not None:
             replicated = self._model is not self._models[0]
             self._open([name.removeprefix("module.") for name in names] if replicated else names)
             return
@@ -588,8 +588,8 @@ class BlockSession(Session):
 
     # ------------------------------------------------------------------ for _Step
 
-    def _tensors(self, batch: Any) -> Iterator[tuple[Kind, torch.Tensor]]:
-        yield from super()._tensors(batch)
+    def _beside_models(self, batch: Any) -> Iterator[tuple[Kind, torch.Tensor]]:
+        yield from super()._beside_models(batch)
         if self._takes_shards:  # which wholes take the place of, after an evaluation also between steps
             groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
             yield from ((Kind.PARAMETER, one) for group in groups for one in group["params"])
@@ -671,13 +671,11 @@ class _Step(AbstractStep):
         self._signature = signature_of(self._batch)
         self._entered = self._family, self._signature, self._dimensions
         session._remember(large=session._paging is None or not session._paging.knows(self._entered[1:]))
-        tensors = [*session._tensors(self._batch)]
-        known = storages(tensors)
-        self._known = {storage.data_ptr(): storage.nbytes() for storage in known}
-        self._start = self._named = sum(self._known.values())
+        known = session._named(self._batch)
+        self._start = self._named = sum(known.values())
         if session._device.type == "cuda":
             self._start = session._meter.read()
-        self._gradients = [Gradient.of(one) for one in storages(one for one in tensors if one[0] is Kind.GRADIENT)]
+        self._gradients = [Gradient.of(one) for one in storages((Kind.GRADIENT, one) for one in session._gradients)]
         self._before = session._transfers()
         reset_peak()
         self._began = time.perf_counter()
@@ -695,7 +693,7 @@ class _Step(AbstractStep):
                 return
         session._budget.begin(self._start)
         wanted = session._traces or self._new or session._budget.limited
-        self._trace = trace_for(session._device, self._known) if wanted else None
+        self._trace = trace_for(session._device, known) if wanted else None
         if self._trace is not None:
             if session._leaves_to_ops and session._paging is not None:
                 self._guarded = session._paging.guards(self._trace, self._start)

@@ -86,7 +86,7 @@ class NativeHook:
         """Between steps: of what these have, tensors of which the account knows nothing, or not the size. `asked` is
         whether a storage counts all the same, as `OpMemory.asked`. None where it cannot be told here."""
         found: list[torch.Tensor] | None = self._native.uncounted(
-            tuple(models), tuple(optimizers), torch.Tensor, storage_address, *asked
+            tuple(models), tuple(optimizers), storage_address, *asked
         )
         return found
 
