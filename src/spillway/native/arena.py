@@ -211,8 +211,8 @@ class Trace:
 RESIDENT, STATE, ALLOWED, LOCAL, ABOVE, MOST, PEAK, BEYOND, UNWATCHED, HELD = range(10)
 """Cells of an `OpMemory`: the session's account when the op began; what of the following it is; the budget; what the op
 has now, in memory and above the budget; the most of both together; the most of the account and what ops had in memory;
-the most that one op had above the budget; whether a whole step counts as one op; what unwatched steps made, and watched ones
-outside of ops, of which the account has nothing, without what is small."""
+the most that one op had above the budget; whether a whole step counts as one op; what unwatched steps made, and
+watched ones outside of ops, of which the account has nothing, without what is small."""
 OWN, IDLE, BEGINS, RUNS, WENT_BEYOND, REFUSED = range(-1, 5)
 """What `STATE` says. Python writes the first three; an op that allocated nothing stays at the third. What the engine
 takes between ops, and counts by itself, is its own."""

@@ -95,8 +95,7 @@ class TensorEngine(AbstractTensorEngine):
         """Whether something that is compiled ran op by op, because a step was watched."""
         self.in_step = False
         self._left: Bytes = 0
-        """What unwatched steps made, and this one outside of ops: it counts in the step that runs, and no storage is known
-        for it."""
+        """What unwatched steps made, and this one outside of ops: it counts, and no storage is known for it."""
         self._given_away: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         """What unwatched steps left in the spill directory and has to stay there, by the addresses of storages."""
         self.from_outside: Bytes = 0
