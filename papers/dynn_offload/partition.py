@@ -86,10 +86,10 @@ def _rows(network: str, touches: Touches, allowed: int, share: float, load: floa
     cuts |= {f"even {what}": even(touches, half, what, len(cuts[FULLEST]) - 1) for what in EVEN}
     head, halves = {"network": network, "share": share, "load": load}, Halves(touches)
     for name, chosen in cuts.items():
-        found = halves.times(chosen, device)
+        took, _, brought = halves.times(chosen, device)
         yield {
-            **head, "cut": name, "blocks": len(chosen) - 1, "over_plain": found.seconds / plain,
-            "first": _first_load(touches, chosen, device) / plain, "gb_in": found.bytes_in / 1e9,
+            **head, "cut": name, "blocks": len(chosen) - 1, "over_plain": took / plain,
+            "first": _first_load(touches, chosen, device) / plain, "gb_in": brought / 1e9,
             "cut_seconds": seconds.get(name),
         }  # fmt: skip
 

@@ -84,9 +84,6 @@ class Shelves:
     def due(self) -> Iterator[Shelf]:
         return reversed(self.away)
 
-    def held_bytes(self, storage: Candidate) -> Bytes:
-        return 0
-
     def _shelf(self, storage: Candidate) -> Shelf:
         return next(shelf for shelf in (*self.storages, *self.away) if shelf.number == storage.number)
 

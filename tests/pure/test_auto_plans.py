@@ -67,7 +67,7 @@ def learned(tokens: int = 100, rate: float = 1e6) -> Training:
     training = Training()
     for _ in range(12):
         training.step(tokens, rate)
-    assert training.method.rates == (rate, rate)
+    assert training.method._menus.rates == (rate, rate)
     return training
 
 
@@ -150,7 +150,7 @@ def test_a_link_that_has_become_another_one_is_planned_for_where_sizes_are_met_o
     training.made = 0
     for _ in range(WINDOW + 2 * SERVED):
         did = training.step(110, rate=1e3)
-    assert training.method.rates == (1e3, 1e3)
+    assert training.method._menus.rates == (1e3, 1e3)
     assert 1 <= training.made <= 3
     assert not any(action.moves for action in did.actions), "a thousand bytes a second are not worth it"
 
@@ -180,11 +180,11 @@ def test_a_link_that_is_a_little_other_changes_what_is_expected_and_not_the_plan
     training.made = 0
     for _ in range(2 * WINDOW):
         did = training.step(110, rate=rate * share)
-    assert training.method.rates == (rate * share, rate * share)
+    assert training.method._menus.rates == (rate * share, rate * share)
     assert (did.actions, training.made) == (before.actions, 0)
     known = training.method._latest
     assert known is not None
-    assert (known.problem.out_rate, known.problem.in_rate) == training.method.rates
+    assert (known.problem.out_rate, known.problem.in_rate) == training.method._menus.rates
 
 
 def test_links_that_were_slow_at_first_are_tried_again_ever_more_rarely() -> None:
@@ -194,7 +194,7 @@ def test_links_that_were_slow_at_first_are_tried_again_ever_more_rarely() -> Non
     assert 5 <= len(tried) <= 9, "one in the beginning, then after 8, 16, 32, ... steps"
     assert all(later - number > 1 for number, later in pairwise(tried))
     did = [training.step(110) for _ in range(140)]
-    assert training.method.rates == (1e6, 1e6)
+    assert training.method._menus.rates == (1e6, 1e6)
     assert all(any(action.moves for action in one.actions) for one in did[-10:])
 
 

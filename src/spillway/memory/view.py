@@ -152,10 +152,6 @@ class View:
     def turned(self) -> bool:
         return self._ledger.phase is not Phase.FORWARD
 
-    def held_bytes(self, storage: Candidate) -> Bytes:
-        found = self._ancestry(storage)
-        return 0 if found is None else sum(leaf.storage.nbytes for leaf in found.leaves if not leaf.absent)
-
     def stale_seconds(self, storage: Candidate) -> Seconds:
         self._ledger.counters.questions += 1
         value = _value(storage)

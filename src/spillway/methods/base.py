@@ -188,9 +188,6 @@ class MemoryView(Protocol):
     def turned(self) -> bool:
         """Whether one has begun, and no other forward since: what moved is wanted back from here on."""
 
-    def held_bytes(self, storage: Candidate) -> Bytes:
-        """Bytes of the leaves that a drop would have to hold alive."""
-
     def stale_seconds(self, storage: Candidate) -> Seconds:
         """What the ops of this step took since one last began to read it, or had made it; recomputed ones left out."""
 

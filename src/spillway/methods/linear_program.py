@@ -7,8 +7,8 @@ from typing import Any, Final, final
 
 from spillway.errors import UsageError
 
-OPTIMAL, LIMIT, INFEASIBLE = 0, 1, 2
-"""What SciPy's `milp` says of what it found."""
+INFEASIBLE: Final = 2
+"""What SciPy's `milp` says where there is no solution."""
 
 GAP: Final = 1e-4
 """Share of the cost by which what counts as optimal may miss the optimum."""

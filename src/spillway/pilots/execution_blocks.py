@@ -141,7 +141,7 @@ def quickest_fill(touches: Touches, most: Bytes, device: Device) -> list[int]:
         filled, fills.from_the_end(), *(fills.ramp(share) for share in SHARES),
         *(fills.even(weights, len(filled) - 1) for weights in _weights(touches)),
     ]  # fmt: skip
-    return min(tried, key=lambda cuts: halves.times(cuts, device).seconds)
+    return min(tried, key=lambda cuts: halves.times(cuts, device)[0])
 
 
 def search_blocks(touches: Touches, most: Bytes, device: Device, candidates: int = CANDIDATES) -> list[int]:
@@ -181,7 +181,7 @@ def search_blocks(touches: Touches, most: Bytes, device: Device, candidates: int
         j, k = k, after[k][place]
         found.append(places[k])
     halves = Halves(touches)
-    return min((quick, found), key=lambda cuts: halves.times(cuts, device).seconds)
+    return min((quick, found), key=lambda cuts: halves.times(cuts, device)[0])
 
 
 _Sets: TypeAlias = dict[tuple[int, int], tuple[NDArray[np.float64], NDArray[np.float64]]]
@@ -325,21 +325,6 @@ def _sets_of(touches: Touches, places: Sequence[int], most: Bytes) -> _Sets:
 
 
 @final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockTimes:
-    """What a step takes in blocks on a device."""
-
-    seconds: Seconds
-    """From its beginning to its end."""
-    stall_seconds: Seconds
-    """Of them, those in which compute waited for copies."""
-    bytes_out: Bytes
-    """Copied to host memory."""
-    bytes_in: Bytes
-    """Copied back."""
-
-
-@final
 class Halves:
     """What a step takes in two buffers that is known in advance, by where it is cut.
 
@@ -354,9 +339,12 @@ class Halves:
         self._storages, self._writes = touches.storages[order], touches.writes[order]
         self._ops = np.repeat(np.arange(touches.ops), np.diff(touches.starts))[order]
 
-    def times(self, cuts: Cuts, device: Device) -> BlockTimes:
-        """A storage is in memory for runs of blocks, of which no more than one after the other does not touch it: it
-        comes in beside the block before a run, and goes out beside the one after it, if it was written and lives on."""
+    def times(self, cuts: Cuts, device: Device) -> tuple[Seconds, Bytes, Bytes]:
+        """What the step takes, and its bytes out and in.
+
+        A storage is in memory for runs of blocks, of which no more than one after the other does not touch it: it
+        comes in beside the block before a run, and goes out beside the one after it, if it was written and lives on.
+        """
         touches, ends, blocks = self._touches, np.asarray(cuts), len(cuts) - 1
         block = np.repeat(np.arange(blocks), np.diff(ends))[self._ops]
         other = np.ones(len(block), bool)
@@ -377,10 +365,7 @@ class Halves:
         link += device.copy_seconds * ((out > 0).astype(int) + (brought[1:] > 0))
         computed = np.add.reduceat(np.append(touches.seconds, 0.0), ends[:-1]) if blocks else np.zeros(0)
         clock = float(brought[0] / device.in_per_second + np.maximum(computed, link).sum())
-        return BlockTimes(
-            seconds=clock, stall_seconds=clock - float(touches.seconds.sum()), bytes_out=int(out.sum()),
-            bytes_in=int(brought.sum()),
-        )  # fmt: skip
+        return clock, int(out.sum()), int(brought.sum())
 
 
 @final

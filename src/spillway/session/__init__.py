@@ -105,9 +105,7 @@ def manage(
                 spill=spill, blocks=dataclasses.replace(blocks, page=pages or (blocks.page and not sharded)),
             )  # fmt: skip
             storages = functools.partial(opened, LRU(), lambda _: writer)
-            session = (
-                cast(Session, AutoSession(models, by_block, storages, allowed)) if falls_back else by_block(allowed)
-            )
+            session = cast(Session, AutoSession(by_block, storages, allowed)) if falls_back else by_block(allowed)
         else:
             told = functools.partial(tensor_header, allowed, return_freed=spill.return_freed)
             session = opened(decides, lambda engine: _writer(report, told(engine), undo), allowed)

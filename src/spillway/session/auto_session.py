@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Final, Self, final
-
-import torch
 
 from spillway.errors import ModelError
 from spillway.memory.budget import UNLIMITED
@@ -35,12 +33,11 @@ class AutoSession:
 
     def __init__(
         self,
-        models: Sequence[torch.nn.Module],
         blocks: Callable[[Bytes], BlockSession],
         storages: Callable[[Bytes], Session],
         allowed: Bytes,
     ) -> None:
-        self._models, self._blocks, self._storages = models, blocks, storages
+        self._blocks, self._storages = blocks, storages
         self._unsized = 0
         """Steps in a row that were entered with nothing that tells a size."""
         self._unplanned = allowed >= UNLIMITED

@@ -143,11 +143,6 @@ class Auto(AbstractBlockMethod):
         return self._moves
 
     @property
-    def rates(self) -> tuple[float, float]:
-        """Bytes a second of copies out and in, as plans have them now; 0 before anything was copied."""
-        return self._menus.rates
-
-    @property
     def collecting(self) -> bool:
         """Whether there are no plans yet."""
         return not self._bytes.ready

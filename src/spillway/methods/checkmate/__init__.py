@@ -16,7 +16,7 @@ Every plan is made op by op, of a step of any length, by changing drafts (`draft
   n layers, and by bytes, and DTR and MSPS.
 
 Then what replays make in passing stays, what has room is not gone, and the best drafts are changed on, as long as
-that takes less time. `Solution.bound` is the cuts': no schedule of the step's own ops goes below it.
+that takes less time. `lower_bound` is the cuts': no schedule of the step's own ops goes below it.
 
 Differs from the paper in:
 
@@ -34,7 +34,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Final, final
 
 from spillway.errors import NoPlanFound, UsageError
@@ -49,8 +48,8 @@ from spillway.methods.checkmate.draft import Draft
 from spillway.methods.checkmate.gaps import gaps_of, without_idle_ends
 from spillway.methods.checkmate.graph import graph_of
 from spillway.methods.checkmate.milp import Program
-from spillway.methods.linear_program import GAP, INFEASIBLE, OPTIMAL, load_solver
-from spillway.units import Bytes, Seconds, format_seconds
+from spillway.methods.linear_program import GAP, load_solver
+from spillway.units import Seconds, format_seconds
 
 TIGHTENED: Final = 6
 """How often the program is solved for less than the budget."""
@@ -63,28 +62,6 @@ IMPROVED: Final = 3
 
 IMPROVING: Final = 200_000
 """Ops that may be looked at to make one of them better."""
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Solution:
-    """A plan, and how good it is known to be."""
-
-    plan: Plan
-    seconds: Seconds
-    """Time of all ops of the step and of its replays, without any copy."""
-    bound: Seconds
-    """No schedule of the step's ops that only recomputes takes less under the budget."""
-    proven: bool
-    """Whether it is known to be an optimum: by the bound, or by the program for the whole budget, of schedules whose
-    backward runs once."""
-    tightened: Bytes = 0
-    """Bytes of the budget given up because a plan cannot say what the program's schedule says."""
-
-    @property
-    def gap(self) -> float:
-        """How much longer than the bound the plan takes, as a share of the bound."""
-        return self.seconds / self.bound - 1 if self.bound else 0.0
 
 
 @final
@@ -116,62 +93,47 @@ class Checkmate(AbstractPlanner):
         Raises BudgetInfeasible if no plan that only recomputes fits, NoPlanFound if none was found that does, and
         UsageError without SciPy.
         """
-        return self.solve(problem).plan
-
-    def solve(self, problem: Problem) -> Solution:
-        """As `plan`, with what is known about it."""
         load_solver("Checkmate")
         deadline = time.monotonic() + self.time_limit
         lives = lives_of(problem.step)
-        plain = sum(op.seconds or 0.0 for op in problem.step.ops)
         if account(problem.step, (), lives).peak <= problem.allowed:
-            return Solution(plan=problem.plan_with((), lives), seconds=plain, bound=plain, proven=True)
+            return problem.plan_with((), lives)
         found = cuts(problem.step, lives, problem.allowed)
-        bound = found[0].bound if found else plain
+        bound = found[0].bound if found else sum(op.seconds or 0.0 for op in problem.step.ops)
         best = self._best_draft(problem, lives, found, deadline)
-        proven, tightened = best is not None and _seconds(problem.step, lives, best) <= bound * (1 + GAP), 0
-        if not proven:
-            best, proven, tightened = self._by_program(problem, lives, best, deadline)
+        if best is None or seconds_of(problem.step, lives, best) > bound * (1 + GAP):
+            best = self._by_program(problem, lives, best, deadline)
         if best is None:
             raise NoPlanFound(
                 f"Checkmate found no plan within {problem.allowed} bytes in {format_seconds(self.time_limit)}: allow a "
                 f"larger budget."
             )
-        return Solution(
-            plan=problem.plan_with(best, lives), seconds=_seconds(problem.step, lives, best), bound=bound,
-            proven=proven, tightened=tightened,
-        )  # fmt: skip
+        return problem.plan_with(best, lives)
 
     def _by_program(
         self, problem: Problem, lives: Sequence[Life], best: tuple[Gap, ...] | None, deadline: float
-    ) -> tuple[tuple[Gap, ...] | None, bool, Bytes]:
-        """The best plan with the program's among them, whether it is proven to be an optimum of that, and what of the
-        budget was given up for it."""
+    ) -> tuple[Gap, ...] | None:
+        """The best plan with the program's among them."""
         step, budget = problem.step, problem.allowed
         if len(step.ops) > self.most_nodes:  # a node is one op or more
-            return best, False, 0
+            return best
         graph = graph_of(step)
-        whole = len(graph.nodes) == len(step.ops)
-        for attempt in range(TIGHTENED):
+        for _ in range(TIGHTENED):
             left = deadline - time.monotonic()
             if left <= 0:
-                return best, False, 0
-            known = _seconds(step, lives, best) if best is not None else float("inf")
+                return best
+            known = seconds_of(step, lives, best) if best is not None else float("inf")
             # A schedule that a plan cannot say leaves half of the time to look for another.
             answer = Program(graph, budget).solve(left / 2, below=known * (1 - GAP))
-            if answer.status == INFEASIBLE:
-                return best, best is not None and whole and not attempt, 0
-            gaps = gaps_of(graph, answer) if answer.keep else None
+            gaps = None if answer is None else gaps_of(graph, answer)
             if gaps is None:
-                return best, False, 0
+                return best
             over = account(step, gaps, lives).peak - problem.allowed
             if over <= 0:
                 gaps = without_idle_ends(graph, gaps, problem.allowed)
-                if _seconds(step, lives, gaps) >= known:
-                    return best, False, 0
-                return gaps, answer.status == OPTIMAL and whole and not attempt, problem.allowed - budget
+                return gaps if seconds_of(step, lives, gaps) < known else best
             budget -= over
-        return best, False, 0
+        return best
 
     def _best_draft(
         self, problem: Problem, lives: Sequence[Life], found: Sequence[Cut], deadline: float
@@ -230,7 +192,8 @@ def lower_bound(problem: Problem) -> Seconds:
     return found[0].bound if found else sum(op.seconds or 0.0 for op in problem.step.ops)
 
 
-def _seconds(step: Step, lives: Sequence[Life], gaps: Sequence[Gap]) -> Seconds:
+def seconds_of(step: Step, lives: Sequence[Life], gaps: Sequence[Gap]) -> Seconds:
+    """What ops and replays of a step take under a plan, without any copy."""
     back = [
         (gap.end, gap.value, gap.home)
         for gap in gaps

@@ -31,12 +31,11 @@ Presence = list[tuple[int, int]]
 
 
 def gaps_of(graph: Graph, answer: Answer) -> tuple[Gap, ...] | None:
-    """The gaps of an answer whose `keep` is 0 or 1; None if some value has no way back from what is there."""
-    kept = {key for key, share in answer.keep.items() if share > 0.5}
+    """The gaps of an answer; None if some value has no way back from what is there."""
     presence: dict[StorageId, Presence] = {}
     for index, datum in enumerate(graph.data):
         for storage in datum.storages:
-            presence[storage] = _presence(graph, index, datum, storage, kept, answer.run)
+            presence[storage] = _presence(graph, index, datum, storage, answer.keep, answer.run)
     finals = graph.finals()
     gaps = []
     for storage, intervals in presence.items():
@@ -75,7 +74,7 @@ def _presence(
     index: int,
     datum: Datum,
     storage: StorageId,
-    kept: set[tuple[int, int]],
+    kept: frozenset[tuple[int, int]],
     again: frozenset[tuple[int, int]],
 ) -> Presence:
     """When the storage is there, stage by stage, from its creation on."""

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import inf
-from typing import Any, final
+from typing import final
 
 from spillway.methods.checkmate.graph import Graph
-from spillway.methods.linear_program import GAP, INFEASIBLE, LIMIT, OPTIMAL, LinearProgram
+from spillway.methods.linear_program import GAP, LinearProgram
 from spillway.units import Bytes, Seconds
 
 Terms = list[tuple[int, float]]
@@ -29,12 +29,10 @@ Terms = list[tuple[int, float]]
 class Answer:
     """What the solver found."""
 
-    status: int
-    """`OPTIMAL`, `LIMIT` or `INFEASIBLE`."""
     run: frozenset[tuple[int, int]]
-    """Stages and nodes that run then, beside the stage's own node; empty without a solution."""
-    keep: dict[tuple[int, int], float]
-    """Which data are kept into which stages, as 0 and 1. Empty without a solution."""
+    """Stages and nodes that run then, beside the stage's own node."""
+    keep: frozenset[tuple[int, int]]
+    """Stages, and data that are kept into them."""
 
 
 @final
@@ -121,21 +119,18 @@ class Program:
         self.program.row((freed, 1.0), (self.run[stage, number], -1.0), most=0.0)
         return freed
 
-    def solve(self, time_limit: Seconds, *, below: Seconds = inf) -> Answer:
+    def solve(self, time_limit: Seconds, *, below: Seconds = inf) -> Answer | None:
         """Solve it within about `time_limit` seconds, for schedules that take less than `below`: HiGHS takes no
-        schedule to begin with, as Gurobi does, and prunes by this instead."""
+        schedule to begin with, as Gurobi does, and prunes by this instead. None without a solution, and where nothing
+        can be kept."""
         spent = ((variable, cost) for variable, cost in enumerate(self.program.cost) if cost)
         self.program.row(*spent, most=below / self.scale)
         found = self.program.solve("Checkmate", time_limit=max(time_limit, 0.1), mip_rel_gap=GAP)
-        return self._answer(found)
-
-    def _answer(self, found: Any) -> Answer:
-        if found.x is None:
-            status = INFEASIBLE if found.status == INFEASIBLE else LIMIT
-            return Answer(status=status, run=frozenset(), keep={})
-        runs = frozenset(key for key, variable in self.run.items() if key[0] != key[1] and found.x[variable] > 0.5)
-        keeps = {key: float(found.x[variable]) for key, variable in self.keep.items()}
-        return Answer(status=OPTIMAL if found.status == OPTIMAL else LIMIT, run=runs, keep=keeps)
+        if found.x is None or not self.keep:
+            return None
+        runs = (key for key, variable in self.run.items() if key[0] != key[1] and found.x[variable] > 0.5)
+        keeps = (key for key, variable in self.keep.items() if found.x[variable] > 0.5)
+        return Answer(run=frozenset(runs), keep=frozenset(keeps))
 
 
 def _useful_until(graph: Graph) -> list[int]:
