@@ -241,10 +241,7 @@ class _Steps:
                 loss = workload.loss(workload.model, batch) / len(batches)
                 loss.backward()  # type: ignore[no-untyped-call]
                 del loss
-            for optimizer in workload.optimizers:
-                optimizer.step()
-            for optimizer in workload.optimizers:
-                optimizer.zero_grad()
+            workload.update()
 
     def timed(self, batches: Sequence[Batch]) -> Seconds:
         """By the wall clock."""

@@ -1,6 +1,6 @@
 """What the CUDA machine asks of a device, and nothing more: memory, copies on two lanes, events, counters.
 
-`CudaStreams` asks torch. The tests have another one on the CPU, whose copies happen late.
+The tests have another one on the CPU, whose copies happen late.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 
 from spillway.internals.dispatch_key import unwatched
 from spillway.internals.private import bytes_over, fresh_storage, raw_stream
-from spillway.tiers.host import Block, Pinned
+from spillway.tiers.host import Block
 from spillway.units import Bytes, Seconds, format_bytes
 
 _PORTABLE_AND_MAPPED: Final = 3
@@ -62,74 +62,6 @@ class LaneTimes:
     back: list[Timed] = field(default_factory=list)
     stall: list[Timed] = field(default_factory=list)
     """The compute stream waiting for either."""
-
-
-class Streams(Protocol):
-    """One device. Unless it says otherwise, nothing here lets the host wait."""
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the tensors."""
-
-    @property
-    def generator(self) -> torch.Generator:
-        """The device's default generator."""
-
-    @property
-    def total(self) -> Bytes:
-        """Bytes of memory of the device."""
-
-    def fresh(self, nbytes: Bytes) -> torch.UntypedStorage:
-        """Uninitialised device memory, allocated on the compute stream. Raises `torch.OutOfMemoryError`."""
-
-    def pin(self, nbytes: Bytes) -> Pinned | None:
-        """Pinned host memory; None if the system gives none."""
-
-    def reached(self) -> Event:
-        """The moment at which the compute stream has done all that it was given so far."""
-
-    def follow(self) -> None:
-        """What comes next is for the stream that is current now, which is the compute stream from here on. It begins
-        after what the one before was given."""
-
-    def moment(self) -> Event:
-        """The same of the current stream, and `when` knows its time."""
-
-    def when(self, moment: Event) -> Seconds:
-        """The time of a moment by `time.perf_counter`. It has passed, and `lane_times` was asked for since."""
-
-    def compute_waits(self, event: Event) -> None:
-        """What the compute stream is given from here on begins after `event`."""
-
-    def copy_out(self, source: torch.UntypedStorage, target: Block, after: Sequence[Event]) -> Event:
-        """Copy device memory to a block, on the lane for that, after some events; when it is done."""
-
-    def copy_in(self, source: Block, target: torch.UntypedStorage, after: Sequence[Event]) -> Event:
-        """Copy a block to device memory, on the other lane."""
-
-    def synchronize(self) -> None:
-        """Let the host wait until the device has done everything."""
-
-    def lane_times(self) -> LaneTimes:
-        """What was copied and waited for since the last call. Everything has to be done."""
-
-    def forget_times(self) -> None:
-        """Nobody will ask for those of the copies so far."""
-
-    def allocated(self) -> Bytes:
-        """What the caching allocator has handed out now."""
-
-    def peak(self) -> Bytes:
-        """The most that it had handed out since `reset_peak`."""
-
-    def reset_peak(self) -> None:
-        """Let `peak` begin anew."""
-
-    def empty_cache(self) -> None:
-        """Give what the caching allocator keeps back to the device; the host waits."""
-
-    def capturing(self) -> bool:
-        """Whether a CUDA graph is being captured."""
 
 
 @contextlib.contextmanager
@@ -192,7 +124,7 @@ _Pair = tuple[torch.cuda.Event, torch.cuda.Event]
 
 @final
 class CudaStreams:
-    """A real CUDA device."""
+    """One device. Unless it says otherwise, nothing here lets the host wait."""
 
     def __init__(self, device: torch.device) -> None:
         _cuda.init()
@@ -209,13 +141,15 @@ class CudaStreams:
     # ------------------------------------------------------------------ memory
 
     def fresh(self, nbytes: Bytes) -> torch.UntypedStorage:
-        """Allocated on the compute stream, whose order protects it when it is freed."""
+        """Uninitialised memory, allocated on the compute stream, whose order protects it when it is freed. Raises
+        `torch.OutOfMemoryError`."""
         self._stream()
         with torch.cuda.device(self.device):
             return fresh_storage(nbytes, self.device)
 
     def pin(self, nbytes: Bytes) -> RegisteredMemory | None:
-        """Pages of our own, pinned. A fork does not inherit them: a copy on write would part host and device."""
+        """Pages of our own, pinned; None if the system gives none. A fork does not inherit them: a copy on write would
+        part host and device."""
         try:
             memory = mmap.mmap(-1, nbytes)
         except (OSError, ValueError):
@@ -242,47 +176,54 @@ class CudaStreams:
         return stream
 
     def follow(self) -> None:
-        """Most ops come on the stream of the one before."""
+        """What comes next is for the stream that is current now, which is the compute stream from here on. It begins
+        after what the one before was given."""
         if raw_stream(self.device.index) != self._raw:
             self._stream()
 
-    def reached(self) -> torch.cuda.Event:
+    def reached(self) -> Event:
+        """The moment at which the compute stream has done all that it was given so far."""
         event: torch.cuda.Event = self._stream().record_event()
         return event
 
     def moment(self) -> torch.cuda.Event:
-        """An event with a time, on the current stream: to look at a clock puts no stream behind another."""
+        """The same of the current stream, and `when` knows its time. To look at a clock puts no stream behind
+        another."""
         event: torch.cuda.Event = _cuda.Event(enable_timing=True)
         event.record(_cuda.current_stream(self.device))
         return event
 
     def when(self, moment: Event) -> Seconds:
-        """By its distance from the event of which both times are known."""
+        """The time of a moment by `time.perf_counter`, by its distance from the event of which both times are known. It
+        has passed, and `lane_times` was asked for since."""
         assert self._last is not None, "lane_times() comes first"
         last, now = self._last
         return now - float(cast(torch.cuda.Event, moment).elapsed_time(last)) / 1e3
 
     def compute_waits(self, event: Event) -> None:
-        """The device waits, not the host; how long is measured by an event on either side."""
+        """What the compute stream is given from here on begins after `event`. How long it waits is measured by an event
+        on either side."""
         stream, (begin, end) = self._stream(), _pair()
         begin.record(stream)
         stream.wait_event(cast(torch.cuda.Event, event))
         end.record(stream)
         self._times["stall"].append((event, (begin, end)))
 
-    def copy_out(self, source: torch.UntypedStorage, target: Block, after: Sequence[Event]) -> torch.cuda.Event:
+    def copy_out(self, source: torch.UntypedStorage, target: Block, after: Sequence[Event]) -> Event:
+        """Copy device memory to a block, on the lane for that, after some events; when it is done."""
         with unwatched():
             host, device = bytes_at(target.address, target.nbytes), bytes_over(source)
             return self._copy(self._out, "out", host, device, after)
 
-    def copy_in(self, source: Block, target: torch.UntypedStorage, after: Sequence[Event]) -> torch.cuda.Event:
+    def copy_in(self, source: Block, target: torch.UntypedStorage, after: Sequence[Event]) -> Event:
+        """Copy a block to device memory, on the other lane."""
         with unwatched():
             host, device = bytes_at(source.address, source.nbytes), bytes_over(target)
             return self._copy(self._in, "in", device, host, after)
 
     def _copy(
         self, lane: torch.cuda.Stream, name: str, target: torch.Tensor, source: torch.Tensor, after: Sequence[Event]
-    ) -> torch.cuda.Event:
+    ) -> Event:
         begin, end = _pair()
         for event in after:
             lane.wait_event(cast(torch.cuda.Event, event))
@@ -294,10 +235,11 @@ class CudaStreams:
         return end
 
     def synchronize(self) -> None:
+        """The host waits until the device has done everything."""
         torch.cuda.synchronize(self.device)
 
     def lane_times(self) -> LaneTimes:
-        """By the events around every copy and every wait.
+        """What was copied and waited for since the last call, by the events around it. Everything has to be done.
 
         One more event tells what time it is on the device, which is idle now: as good as both clocks are. When a step
         begins the device may be busy with what was before.
@@ -313,16 +255,18 @@ class CudaStreams:
         return Timed(event, began, began + float(pair[0].elapsed_time(pair[1])) / 1e3)
 
     def forget_times(self) -> None:
+        """Nobody will ask for those of the copies so far."""
         for pairs in self._times.values():
             pairs.clear()
 
     # ------------------------------------------------------------------ counters
 
     def allocated(self) -> Bytes:
-        """As `torch.cuda.memory_allocated` has it, without building its long dictionary."""
+        """What the caching allocator has handed out now: `torch.cuda.memory_allocated` without its long dictionary."""
         return int(self._counters()["current"])
 
     def peak(self) -> Bytes:
+        """The most that it had handed out since `reset_peak`."""
         return int(self._counters()["peak"])
 
     def _counters(self) -> dict[str, int]:
@@ -333,7 +277,8 @@ class CudaStreams:
         torch.cuda.reset_peak_memory_stats(self.device)
 
     def empty_cache(self) -> None:
-        """Waits for the device: what is cached may still be in use by what it was given."""
+        """Give what the caching allocator keeps back to the device. The host waits: what is cached may still be in use
+        by what it was given."""
         self.synchronize()
         torch.cuda.empty_cache()
 

@@ -15,7 +15,7 @@ import bisect
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Final, Protocol, final
+from typing import Final, Protocol, TypeAlias, final
 
 from spillway.errors import SpillError, SpillFullError
 from spillway.units import Bytes, format_bytes
@@ -42,10 +42,8 @@ class Pinned(Protocol):
         """Give it back to the system, once the device does nothing with it. Called once, in any thread."""
 
 
-class Pin(Protocol):
-    """Takes pinned memory from the system; None if it gives no more."""
-
-    def __call__(self, nbytes: Bytes) -> Pinned | None: ...
+Pin: TypeAlias = Callable[[Bytes], Pinned | None]
+"""Takes pinned memory from the system; None if it gives no more."""
 
 
 class MakeFree(Protocol):

@@ -47,7 +47,7 @@ from spillway.errors import SpillError, SpillFullError
 from spillway.internals.locks import held_here, renew_in_children
 from spillway.internals.private import fresh_storage
 from spillway.ir.spans import Lane, merged, total
-from spillway.tiers.cuda_streams import Event, Streams
+from spillway.tiers.cuda_streams import CudaStreams, Event
 from spillway.tiers.disk import DiskTier, Slot
 from spillway.tiers.host import Block, HostPool
 from spillway.units import Bytes, Seconds
@@ -540,7 +540,7 @@ class HostTier:
     """Copies between the device and the pool where bytes wait, in an order that neither the host nor the allocator can
     upset."""
 
-    def __init__(self, streams: Streams, pool: HostPool) -> None:
+    def __init__(self, streams: CudaStreams, pool: HostPool) -> None:
         self.streams, self.pool = streams, pool
 
     def start_out(self, source: Storage, *, wait: bool = True) -> HostCopy:
@@ -574,7 +574,7 @@ class _Arrival(NamedTuple):
 class HostLanes:
     """A lane out and a lane in, beside the compute stream."""
 
-    def __init__(self, streams: Streams, pool: HostPool) -> None:
+    def __init__(self, streams: CudaStreams, pool: HostPool) -> None:
         self.streams, self.pool = streams, pool
         self.tier = HostTier(streams, pool)
         self._unwanted: list[_Arrival] = []

@@ -112,10 +112,7 @@ class PathRecorder:
             loss = self._workload.loss(self._workload.model, batch)
         if update:
             loss.backward()  # type: ignore[no-untyped-call]
-            for optimizer in self._workload.optimizers:
-                optimizer.step()
-            for optimizer in self._workload.optimizers:
-                optimizer.zero_grad()
+            self._workload.update()
         self._steps += 1
         forward = recorder.forward
         if forward.embedding is None:

@@ -46,11 +46,15 @@ class Workload:
         detached."""
         loss = self.loss(self.model, batch)
         loss.backward()  # type: ignore[no-untyped-call]
+        self.update()
+        return loss.detach()
+
+    def update(self) -> None:
+        """The end of a step: optimizers, after which the gradients are gone."""
         for optimizer in self.optimizers:
             optimizer.step()
         for optimizer in self.optimizers:
             optimizer.zero_grad()
-        return loss.detach()
 
 
 def moved(workload: Workload, device: str) -> Workload:

@@ -22,6 +22,7 @@ from spillway.memory.controller import Controller
 from spillway.memory.lanes import OnDevice, TransferLog
 from spillway.memory.machine import Machine
 from spillway.memory.records import Storage, Value
+from spillway.native.arena import OpMemory
 from spillway.tiers.spill_file import SpillIO
 from spillway.units import Bytes, Seconds
 
@@ -91,48 +92,6 @@ class Creations(Protocol):
         """So many bytes are new."""
 
 
-class Unwatched(Protocol):
-    """Counts what steps take that nobody watches, and holds them to their budget."""
-
-    def begin_unwatched(self, allowed: Bytes, resident: Bytes) -> Bytes:
-        """One begins in this thread, with so much resident by the account; what is there with what earlier ones left
-        behind."""
-
-    def died(self, nbytes: Bytes) -> None:
-        """Of the account: so much is gone while it runs; with a minus, so much came."""
-
-    @property
-    def asked(self) -> tuple[int, int]:
-        """`knows` for native code: the address of a function, and what is to be its first argument."""
-
-    def held(self) -> Bytes:
-        """What they made, and the account did not take over."""
-
-    def knows(self, storage: int) -> bool:
-        """Whether the storage at this address is of that, or above the budget."""
-
-    def is_beyond(self, address: int) -> bool:
-        """Whether memory that begins there lies above the budget."""
-
-    def lends(self) -> bool:
-        """Whether any does, of this session's."""
-
-    def adopt(self, storages: Sequence[int]) -> Bytes:
-        """The account takes over what they made of these: how much that was."""
-
-    def counted(self, resident: Bytes) -> Bytes:
-        """All that is there between steps, on top of the account."""
-
-    def lent(self) -> Bytes:
-        """A step of another engine has ended that lay here above its budget (`AbstractTrace.guard`): by how much."""
-
-    def taken(self) -> tuple[Bytes, Bytes]:
-        """The most that the last one had in memory, and the most that it had above the budget."""
-
-    def end(self) -> None:
-        """It ended."""
-
-
 @final
 @dataclass(frozen=True, slots=True)
 class Hooked:
@@ -187,7 +146,7 @@ class AbstractBackend(ABC):
     """How bytes go to a spill file, where there is one."""
     workspaces: Workspaces | None = None
     """What ops need for themselves, where that counts."""
-    unwatched: Unwatched | None = None
+    unwatched: OpMemory | None = None
     """Counts what a step takes that nobody watches, where there can be one."""
     hooked: Hooked | None = None
     """For the native hook, on a device for which there is one."""

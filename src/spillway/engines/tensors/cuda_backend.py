@@ -23,7 +23,7 @@ from spillway.memory.budget import UNLIMITED, Budget
 from spillway.memory.lanes import OnDevice, TransferLog
 from spillway.memory.records import Recipe
 from spillway.methods.base import AbstractPolicy
-from spillway.tiers.cuda_streams import Streams
+from spillway.tiers.cuda_streams import CudaStreams
 from spillway.tiers.host import HostPool
 from spillway.units import Bytes, Seconds
 
@@ -40,7 +40,7 @@ class DeviceClock:
     DELTA's table V.)
     """
 
-    def __init__(self, streams: Streams) -> None:
+    def __init__(self, streams: CudaStreams) -> None:
         self._streams = streams
         self._costs: dict[Any, Seconds] = {}
         self._met: set[str] = set()
@@ -82,7 +82,7 @@ class CudaBackend(AbstractBackend):
     """Device memory, with at most `host_budget` bytes of pinned host memory below it. `exchanges` says whether bytes
     can be exchanged under a storage; by default whether this torch can do it."""
 
-    def __init__(self, streams: Streams, host_budget: Bytes, *, exchanges: bool = CAN_SWAP) -> None:
+    def __init__(self, streams: CudaStreams, host_budget: Bytes, *, exchanges: bool = CAN_SWAP) -> None:
         self.streams = streams
         self.device, self.memory = streams.device, streams.total
         self.devices = frozenset({streams.device})
@@ -198,8 +198,9 @@ class CudaBackend(AbstractBackend):
 
 
 def cuda_engine(
-    policy: AbstractPolicy, budget: Bytes | Budget, streams: Streams, host_budget: Bytes, *, exchanges: bool = CAN_SWAP
-) -> TensorEngine:
+    policy: AbstractPolicy, budget: Bytes | Budget, streams: CudaStreams, host_budget: Bytes, *,
+    exchanges: bool = CAN_SWAP,
+) -> TensorEngine:  # fmt: skip
     """An engine for the tensors of one CUDA device. In the budget, or the account of it, is what is set aside for
     libraries; `host_budget` is of pinned host memory."""
     warm_up(streams.device)

@@ -18,9 +18,9 @@ order in which the device does things, and these are the rules by which it is ke
 `record_stream` is used nowhere: it would tie memory to the moment at which the host looks.
 
 The compute stream is whichever is current. Before an op, a replay or a custom function runs on another stream than what
-came before, that stream is made to wait for it (`Streams.follow`). So whatever a step gives the device is in one order,
-that of the host, and the rules hold for all of it. Between steps nobody looks; a step begins when the device has done
-everything.
+came before, that stream is made to wait for it (`CudaStreams.follow`). So whatever a step gives the device is in one
+order, that of the host, and the rules hold for all of it. Between steps nobody looks; a step begins when the device has
+done everything.
 
 NOTE [Absent storages]. With `_swap_data_ptr_` (torch 2.13) a moved storage points at its pinned block, which kernels
 read where it is, slowly and right, and what they write there is what comes back. A dropped one points at a range that
@@ -46,7 +46,7 @@ from spillway.internals.private import bytes_over, owners, resize_storage, stora
 from spillway.ir.spans import Lane
 from spillway.memory.lanes import Again, CopySpan, OnDevice, Stall
 from spillway.memory.records import Recipe, Storage
-from spillway.tiers.cuda_streams import Event, Streams, unseen
+from spillway.tiers.cuda_streams import CudaStreams, Event, unseen
 from spillway.tiers.host import ALIGNMENT, Block, HostPool
 from spillway.tiers.transfer import HostCopy, HostTier
 from spillway.units import Bytes, Seconds
@@ -117,7 +117,7 @@ class Exchanged(AbstractAbsence):
 
     readable = True
 
-    def __init__(self, streams: Streams) -> None:
+    def __init__(self, streams: CudaStreams) -> None:
         self._streams = streams
         self._unreadable = unreadable_range()
 
@@ -179,7 +179,7 @@ class CudaMachine:
 
     now = staticmethod(time.perf_counter)
 
-    def __init__(self, streams: Streams, pool: HostPool, absence: AbstractAbsence) -> None:
+    def __init__(self, streams: CudaStreams, pool: HostPool, absence: AbstractAbsence) -> None:
         self.tier = HostTier(streams, pool)
         self.streams, self.pool = streams, pool
         self.absence = absence

@@ -15,7 +15,7 @@ from typing import Any, Final, Protocol, TypeVar, final
 from spillway.memory.budget import UNLIMITED, Budget
 from spillway.memory.controller import Controller
 from spillway.memory.records import Value
-from spillway.tiers.cuda_streams import Streams
+from spillway.tiers.cuda_streams import CudaStreams
 from spillway.units import Bytes
 
 T = TypeVar("T")
@@ -33,7 +33,7 @@ _LEAST_BETWEEN_LOOKS: Final[Bytes] = 2 << 20
 class Reserve:
     """Sets aside what the device needs beside the account (`Budget.reserve`)."""
 
-    def __init__(self, streams: Streams) -> None:
+    def __init__(self, streams: CudaStreams) -> None:
         self._streams = streams
         self._budget = Budget(UNLIMITED)
         self._until_look: Bytes = 0
@@ -78,7 +78,7 @@ class Reserve:
 class Meter:
     """The allocator's peak in a step, and in single ops of it."""
 
-    def __init__(self, streams: Streams) -> None:
+    def __init__(self, streams: CudaStreams) -> None:
         self._streams = streams
         self._most: Bytes = 0
 

@@ -17,7 +17,7 @@ from spillway.engines.tensors.abstract import AbstractTensorEngine
 from spillway.engines.tensors.ops import OWN_OPS, OpInfo
 from spillway.errors import BudgetInfeasible, DeviceFullError, SpillFullError
 from spillway.memory.records import Storage
-from spillway.tiers.cuda_streams import Streams
+from spillway.tiers.cuda_streams import CudaStreams
 from spillway.units import Bytes, format_bytes
 
 T = TypeVar("T")
@@ -30,7 +30,7 @@ _SHARES: Final = (8, 2, 1)
 class Retry:
     """Runs what may fail for want of device memory."""
 
-    def __init__(self, streams: Streams) -> None:
+    def __init__(self, streams: CudaStreams) -> None:
         self._streams = streams
         self._engine: AbstractTensorEngine | None = None
         self._busy = False

@@ -18,7 +18,7 @@ from typing import Any, Final, cast, final
 
 import torch
 
-from spillway.engines.tensors.abstract import AbstractBackend, AbstractTensorEngine, Around, Completion, Seen, Unwatched
+from spillway.engines.tensors.abstract import AbstractBackend, AbstractTensorEngine, Around, Completion, Seen
 from spillway.engines.tensors.calls import Geometry, inner_tensors, operands
 from spillway.engines.tensors.collectives import Collectives
 from spillway.engines.tensors.cpu_backend import CpuBackend
@@ -46,6 +46,7 @@ from spillway.memory.lanes import stalled_intervals, transfers_beside, unseen
 from spillway.memory.ledger import SMALLEST_MOVABLE
 from spillway.memory.records import DROPPED, LARGE, Storage, Value
 from spillway.methods.base import AbstractPolicy
+from spillway.native.arena import OpMemory
 from spillway.tiers.spill_file import SpillIO
 from spillway.units import Bytes, Seconds
 
@@ -87,7 +88,7 @@ class TensorEngine(AbstractTensorEngine):
         self.unmanaged = 0
         self._newcomers: list[torch.Tensor] = []
         self._foreign: list[Storage] = []
-        self.unwatched: list[Unwatched] = []
+        self.unwatched: list[OpMemory] = []
         """What counts, in a step that nobody watches."""
         self.register, self.died = build_register(self)
         self.fused_updates = 0
