@@ -139,13 +139,6 @@ class ForeseenSteps:
         """Of a step that nothing went wrong in: the forward of one without a backward is over now."""
         self._forward_is_over()
 
-    def abandon(self, close: Callable[[], None]) -> None:
-        """Nobody can end the step any more: let go, then `close` the engine."""
-        try:
-            self.end()
-        finally:
-            close()
-
     def told(self) -> dict[str, Any] | None:
         """What the referee tells, when the last forward is learned; None before the first step."""
         self._wait()

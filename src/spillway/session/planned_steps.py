@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -137,13 +137,6 @@ class PlannedSteps:
         if planned is None or planned.diverged is not None or self._engine.ops != planned.ops:
             return ()
         return planned.plan.window
-
-    def abandon(self, close: Callable[[], None]) -> None:
-        """Nobody can end the step any more: let go, then `close` the engine."""
-        try:
-            self.end()
-        finally:
-            close()
 
     def _let_go(self) -> None:
         self._engine.recorded = None

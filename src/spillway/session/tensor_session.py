@@ -255,7 +255,7 @@ class _Step(AbstractStep):
         named = functools.partial(session._tensors, self._batch)
         close: Callable[[], None] = engine.close
         if session._plans is not None:
-            close = functools.partial(session._plans.abandon, close)
+            close = functools.partial(_abandon, session._plans, close)
         abandon = functools.partial(self._calls.abandon, close, self.deferred.shut)
         take_turn(engine, self, lambda: (tensor for _, tensor in named()), abandon, alone=not others_open(engine))
         if self._circumstances in session._unwatched:
@@ -392,6 +392,14 @@ def tensor_header(allowed: Bytes, engine: TensorEngine, *, return_freed: bool) -
     """The first line of a run file."""
     own = {"spill_io": engine.backend.spill_io, "return_freed": return_freed}
     return header(allowed, engine.controller.policy.name, engine.backend.device) | own
+
+
+def _abandon(plans: PlannedSteps | ForeseenSteps, close: Callable[[], None]) -> None:
+    """Nobody can end the step any more: let go, then `close` the engine."""
+    try:
+        plans.end()
+    finally:
+        close()
 
 
 def report_of(

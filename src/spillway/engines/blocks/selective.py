@@ -33,6 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from spillway.engines.blocks.homes import Homes
 from spillway.engines.blocks.saved import FrozenTensor
+from spillway.engines.tensors.cpu_machine import tensors_of
 from spillway.engines.tensors.torch_compile import asked_before, uncompiled
 from spillway.internals.private import counted_storage, unheard_by_function_modes, unheard_by_modes
 from spillway.internals.private import storage_address as address
@@ -112,7 +113,7 @@ class Selection:
     @unheard_by_modes
     def note(self, op: Any, looks: Looks, made: Any, given: list[Tensor]) -> None:
         """An op has run for the first time."""
-        found = _tensors_of(made)
+        found = tensors_of(made)
         number = len(self.results)
         self.results.append(None)
         if not all(type(tensor) is Tensor and tensor.layout is torch.strided for tensor in found):
@@ -240,13 +241,13 @@ class Keeping(AbstractSelecting):  # type: ignore[no-untyped-call]
         written = _written(op)
         if written:
             for name, place in written:
-                for tensor in _tensors_of(args[place] if place < len(args) else kwargs.get(name)):
+                for tensor in tensors_of(args[place] if place < len(args) else kwargs.get(name)):
                     self.selection.wrote(tensor)
         elif op in _UNDECLARED:
-            self.selection.shares(args[0], _tensors_of(made))
+            self.selection.shares(args[0], tensors_of(made))
         elif self.selects(op, args, kwargs):
             self.count += 1
-            self.selection.note(op, _looks(args, kwargs), made, _tensors_of((*args, *kwargs.values())))
+            self.selection.note(op, _looks(args, kwargs), made, tensors_of((*args, *kwargs.values())))
         return made
 
 
@@ -306,13 +307,6 @@ def _look(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return tuple(_look(item) for item in value)
     return value if isinstance(value, int | float | bool | str | None | torch.dtype) else repr(value)
-
-
-def _tensors_of(made: Any) -> list[Tensor]:
-    """The tensors among what an op returned."""
-    if isinstance(made, Tensor):
-        return [made]
-    return [tensor for item in made for tensor in _tensors_of(item)] if isinstance(made, list | tuple) else []
 
 
 def _replaced(made: Any, kind: type, replace: Callable[[Any], Any]) -> Any:

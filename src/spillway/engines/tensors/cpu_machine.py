@@ -51,6 +51,20 @@ class Watch(weakref.ref[torch.UntypedStorage]):
     record: Storage
 
 
+def hold(storage: Storage) -> None:
+    """Own the storage, so that it outlives its last tensor."""
+    watch = storage.handle
+    if isinstance(watch, Watch):
+        watch.kept = watch()
+
+
+def unhold(storage: Storage) -> None:
+    """Stop owning it; it dies here if nobody else does."""
+    watch = storage.handle
+    if isinstance(watch, Watch):
+        watch.kept = None
+
+
 class Arrival(NamedTuple):
     """Bytes that a worker brings back."""
 
@@ -65,6 +79,7 @@ class CpuMachine:
     readable_in_place = True
     """Whether a moved storage can be read where it is."""
     now = staticmethod(time.perf_counter)
+    hold, unhold = staticmethod(hold), staticmethod(unhold)
 
     def __init__(self, tier: DiskTier, reclaimer: Reclaimer, arena: Arena | None) -> None:
         self.tier = tier
@@ -244,18 +259,6 @@ class CpuMachine:
     def transfer(self, source: Storage, target: Storage) -> None:
         """The target's storage takes the temporary's bytes."""
         swap_bytes(real_storage(target), real_storage(source))
-
-    def hold(self, storage: Storage) -> None:
-        """Own the storage, so that it outlives its last tensor."""
-        watch = storage.handle
-        if isinstance(watch, Watch):
-            watch.kept = watch()
-
-    def unhold(self, storage: Storage) -> None:
-        """Stop owning it; it dies here if nobody else does."""
-        watch = storage.handle
-        if isinstance(watch, Watch):
-            watch.kept = None
 
     def discard(self, home: Slot) -> None:
         self.tier.free(home)

@@ -40,7 +40,15 @@ from typing import Any, Final, NamedTuple, TypeVar, final
 import torch
 
 from spillway.engines.tensors.calls import Call
-from spillway.engines.tensors.cpu_machine import UNREADABLE_RANGE, Watch, real_storage, tensors_of, unreadable_range
+from spillway.engines.tensors.cpu_machine import (
+    UNREADABLE_RANGE,
+    Watch,
+    hold,
+    real_storage,
+    tensors_of,
+    unhold,
+    unreadable_range,
+)
 from spillway.errors import EngineError, SpillError
 from spillway.internals.private import bytes_over, owners, resize_storage, storage_at, swap_bytes
 from spillway.ir.spans import Lane
@@ -178,6 +186,7 @@ class CudaMachine:
     """Carries out what the controller decides on device tensors, with pinned host memory as the slower tier."""
 
     now = staticmethod(time.perf_counter)
+    hold, unhold = staticmethod(hold), staticmethod(unhold)
 
     def __init__(self, streams: CudaStreams, pool: HostPool, absence: AbstractAbsence) -> None:
         self.tier = HostTier(streams, pool)
@@ -331,18 +340,6 @@ class CudaMachine:
         """The target's storage takes the temporary's bytes; where they cannot be exchanged, into memory of its own."""
         one, other = real_storage(target), real_storage(source)
         self.allocate(lambda: self.absence.transfer(one, other), target.nbytes)
-
-    def hold(self, storage: Storage) -> None:
-        """Own the storage, so that it outlives its last tensor."""
-        watch = storage.handle
-        if isinstance(watch, Watch):
-            watch.kept = watch()
-
-    def unhold(self, storage: Storage) -> None:
-        """Stop owning it; it dies here if nobody else does."""
-        watch = storage.handle
-        if isinstance(watch, Watch):
-            watch.kept = None
 
     def discard(self, home: HostCopy) -> None:
         """Free the block as soon as the device is done with it (rule 5)."""
