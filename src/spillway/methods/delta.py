@@ -289,7 +289,6 @@ class Delta(AbstractPolicy):
     # ------------------------------------------------------------------ early start and Prefetcher
 
     def looks(self, view: MemoryView) -> bool:
-        """Whether anything may leave early, or come."""
         if self.only_beside and not view.overlaps:
             return False
         self._meet(view)

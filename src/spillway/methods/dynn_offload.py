@@ -285,7 +285,6 @@ class DynnOffload(AbstractPolicy):
     # ------------------------------------------------------------------ coming
 
     def looks(self, view: MemoryView) -> bool:
-        """Whether something might come in, or leave for it."""
         return view.overlaps and view.anything_moved and view.arriving < ARRIVING
 
     def foresee(self, view: MemoryView) -> Generator[Proposal, bool, None]:

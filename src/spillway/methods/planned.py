@@ -132,7 +132,6 @@ class Planned(AbstractPolicy):
             yield from self._copy(view, 0)
 
     def moments(self) -> Moments:
-        """As the plan has it."""
         return self._moments
 
     def before_op(self, view: MemoryView, op: int) -> Generator[Proposal, bool, None]:

@@ -77,7 +77,6 @@ class ZeroOffload(AbstractPlanner):
         return replace(plan, remark=ON_DEVICE if updated else "")
 
     def as_run(self, step: Step, device: Device) -> tuple[Step, Bytes]:
-        """The step with the optimizer's ops on the host, and what is copied in for them."""
         return _Sent(step).step(device, self.host_update)
 
 

@@ -200,7 +200,6 @@ class DecisionPilot(AbstractPilot):
     # ------------------------------------------------------------------ learning
 
     def learn(self, sample: Sample) -> None:
-        """A step, with some of those in the ring."""
         self.program.follow()
         mlp = self._prepare(sample)
         step = self._remember(sample)

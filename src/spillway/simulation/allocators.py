@@ -73,7 +73,6 @@ class ExactAllocator(AbstractAllocator):
         return nbytes
 
     def free(self, token: Bytes) -> None:
-        """Nothing stays reserved."""
         self.allocated -= token
         self.reserved = self.allocated
 

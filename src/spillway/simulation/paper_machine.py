@@ -220,7 +220,6 @@ class PaperMachine:
         return sheets
 
     def page_out(self, storage: Storage) -> PaperHome:
-        """Copy out and wait for it."""
         home = self.start_out(storage)
         self.leave(storage, home)
         return home
@@ -231,7 +230,6 @@ class PaperMachine:
         storage.handle.leave()
 
     def page_in(self, storage: Storage, home: PaperHome) -> bool:
-        """Copy in and wait for it."""
         return self.finish_in(storage, self.start_in(storage, home))
 
     def start_out(self, storage: Storage) -> PaperHome:
@@ -247,7 +245,6 @@ class PaperMachine:
         return PaperArrival(token, self.lanes.copy(Lane.COPY_IN, home, max(self._time, home.ready)), home)
 
     def arrived(self, arrival: PaperArrival) -> bool:
-        """Whether its copy is done."""
         return arrival.ready <= self._time
 
     def finish_in(self, storage: Storage, arrival: PaperArrival) -> bool:
@@ -273,11 +270,9 @@ class PaperMachine:
         storage.handle.leave()
 
     def transfer(self, source: Storage, target: Storage) -> None:
-        """The memory changes hands."""
         target.handle.token, source.handle.token = source.handle.token, None
 
     def hold(self, storage: Storage) -> None:
-        """It outlives the program's interest in it."""
         if storage.handle is not None:
             storage.handle.kept = True
 
@@ -307,7 +302,6 @@ class PaperMachine:
         return self.lanes.expected(nbytes)
 
     def seconds_of(self, recipe: Recipe) -> Seconds:
-        """What it takes again is what it took."""
         return recipe.seconds
 
     def settle(self) -> None:

@@ -440,7 +440,6 @@ class DiskLanes:
             tell(at, address, nbytes)
 
     def finish_out(self, transfer: Transfer) -> None:
-        """The host waits."""
         writing = transfer.slot.writing
         if writing is not None and not writing.cancelled():
             self.tier.log.wait([writing])
@@ -448,7 +447,6 @@ class DiskLanes:
             self._written(transfer, writing)  # the worker may not come to it for as long as this thread runs
 
     def start_in(self, transfer: Transfer) -> tuple[list[Storage], Future[bool]]:
-        """By a worker."""
         target = [fresh_storage(transfer.nbytes)]
         reading = self.tier.start_read(transfer.slot, target[0].data_ptr())
         reading.add_done_callback(partial(_kept_until_now, target))  # rule 2
@@ -456,7 +454,6 @@ class DiskLanes:
         return target, reading
 
     def finish_in(self, transfer: Transfer, arrival: Any) -> Storage:
-        """Wait for the worker, or read."""
         if arrival is None:
             target = fresh_storage(transfer.nbytes)
             self.tier.read(transfer.slot, target.data_ptr())
@@ -470,14 +467,12 @@ class DiskLanes:
         """The worker does that, when it is done."""
 
     def free(self, transfer: Transfer) -> bool:
-        """If no worker is at it."""
         if not all(copy.done() or copy.cancel() for copy in _copies(transfer)):
             return False
         self.tier.free(transfer.slot)
         return True
 
     def settle(self, transfer: Transfer) -> None:
-        """The host waits."""
         self.tier.log.wait(_copies(transfer))
 
     def abandon(self, arrival: Any) -> None:
@@ -491,11 +486,9 @@ class DiskLanes:
         target.clear()
 
     def begin_step(self) -> None:
-        """The log of copies begins anew."""
         self.tier.log.begin_step()
 
     def busy(self) -> tuple[Seconds, Seconds]:
-        """By what the workers wrote down."""
         spans = tuple(self.tier.log.transfers)
         out, back = (
             total(merged((one.began, one.ended) for one in spans if one.lane is lane))
@@ -504,7 +497,6 @@ class DiskLanes:
         return out, back
 
     def close(self) -> None:
-        """The workers end what they are at."""
         self.tier.close()
 
 
@@ -619,7 +611,6 @@ class HostLanes:
         """The allocator knows what is free."""
 
     def reap(self, transfer: Transfer) -> None:
-        """By looking at the event of the copy out."""
         if transfer.source is not None and transfer.slot.done.query():
             transfer.source = None
 
@@ -632,12 +623,10 @@ class HostLanes:
         return True
 
     def settle(self, transfer: Transfer) -> None:
-        """The host waits."""
         for event in _events(transfer):
             event.synchronize()
 
     def begin_step(self) -> None:
-        """Seconds of copies are not asked for here."""
         self._unwanted = [arrival for arrival in self._unwanted if not arrival.done.query()]
         self.streams.forget_times()
 
@@ -649,7 +638,6 @@ class HostLanes:
         return out, back
 
     def close(self) -> None:
-        """The host waits for the device; pinned memory goes back."""
         self.streams.synchronize()
         self._unwanted.clear()
         self.pool.close()

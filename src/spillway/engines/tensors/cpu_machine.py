@@ -194,7 +194,6 @@ class CpuMachine:
         return arrival
 
     def arrived(self, arrival: Arrival) -> bool:
-        """Whether the worker is done."""
         return arrival.reading.done()
 
     def finish_in(self, storage: Storage, arrival: Arrival) -> bool:
@@ -257,7 +256,6 @@ class CpuMachine:
         self._exchange(real_storage(storage), nowhere)
 
     def transfer(self, source: Storage, target: Storage) -> None:
-        """The target's storage takes the temporary's bytes."""
         swap_bytes(real_storage(target), real_storage(source))
 
     def discard(self, home: Slot) -> None:
@@ -292,7 +290,6 @@ class CpuMachine:
         return 2 * self.tier.seconds_for(nbytes)
 
     def seconds_of(self, recipe: Recipe) -> Seconds:
-        """As long as it took."""
         return recipe.seconds
 
     def settle(self) -> None:

@@ -304,7 +304,6 @@ class CudaMachine:
         return Arrival(target, done, home)
 
     def arrived(self, arrival: Arrival) -> bool:
-        """Whether the copy is done."""
         return arrival.done.query()
 
     def finish_in(self, storage: Storage, arrival: Arrival) -> bool:

@@ -144,7 +144,6 @@ class Auto(AbstractBlockMethod):
 
     @property
     def collecting(self) -> bool:
-        """Whether there are no plans yet."""
         return not self._bytes.ready
 
     def collects(self, size: InputSize) -> bool:
@@ -154,7 +153,6 @@ class Auto(AbstractBlockMethod):
         return size not in self._measured and self._steps < COLLECTED and not self._bytes.settled
 
     def begin(self, size: InputSize, available: Bytes) -> Decision:
-        """Measure, or follow the size's plan."""
         probe = self._probe(size, available)
         if probe is not None:
             return Decision(Phase.COLLECTING, probe, True)
@@ -347,7 +345,6 @@ class Auto(AbstractBlockMethod):
         self._alone.clear()
 
     def does_without_spill(self) -> bool:
-        """Nothing is moved from here on."""
         self._moves = False
         self._pending.pop(Action.RECOMPUTE_OFFLOADED, None)
         self._plans.clear()

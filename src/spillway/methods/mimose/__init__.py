@@ -135,7 +135,6 @@ class Mimose(AbstractBlockMethod):
             self._settled |= self.options.ends_early and self._steps >= FEWEST and self._planning.settled
 
     def forget_plans(self) -> None:
-        """Those that were remembered, whatever they trust."""
         self.cache.forget()
 
     def nbytes(self, block: int, size: InputSize) -> Bytes:
