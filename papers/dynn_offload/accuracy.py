@@ -163,7 +163,7 @@ def _vectors(
         for rows in np.array_split(random.permutation(cut), max(cut // 64, 1)):
             counted = counts[:1].repeat(len(rows), axis=0)
             mlp.learn(features[rows], targets[rows], counted, loss="squares", rule="sgd", rate=0.01)
-    predicted = mlp.many(features[cut:])
+    predicted = mlp.layers(features[cut:])[-1]
     rounded = np.rint(predicted * deviation + mean)
     there = flat[cut:] != 0
     close = np.abs(rounded - flat[cut:]) <= CLOSE * np.abs(flat[cut:])

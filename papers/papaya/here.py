@@ -119,7 +119,7 @@ class Tried:
     @property
     def throughput(self) -> float | None:
         """Samples per second at its largest batch, as measured."""
-        return None if self.there is None else self.there.throughput
+        return _throughput(self.there)
 
     @property
     def off(self) -> float | None:
@@ -292,7 +292,11 @@ def _largest(tried: Tried) -> float | None:
 
 
 def _taken(tried: Tried) -> float | None:
-    return None if tried.taken is None else tried.taken.throughput
+    return _throughput(tried.taken)
+
+
+def _throughput(trial: Trial | None) -> float | None:
+    return None if trial is None or trial.seconds is None else trial.size / trial.seconds
 
 
 def behind(tried: Sequence[Tried], speed: Callable[[Tried], float | None], speeds: Sequence[float | None]) -> float:

@@ -48,7 +48,7 @@ def test_one_input_gives_what_many_give() -> None:
     mlp = Mlp([5, 16, 16, 3], seed=1)
     inputs = np.random.default_rng(0).normal(2, 3, (10, 5)).astype(np.float32)
     mlp.standardize(inputs)
-    for row, outputs in zip(inputs, mlp.many(inputs), strict=True):
+    for row, outputs in zip(inputs, mlp.layers(inputs)[-1], strict=True):
         np.testing.assert_allclose(mlp.one(row), outputs, rtol=1e-4, atol=1e-5)
 
 
@@ -86,9 +86,9 @@ def test_outputs_that_do_not_count_teach_nothing() -> None:
 def test_a_wider_perceptron_says_what_it_said() -> None:
     mlp = Mlp([3, 6, 2], seed=0)
     inputs = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
-    said = mlp.many(inputs)
+    said = mlp.layers(inputs)[-1]
     mlp.widen(5, 3)
-    found = mlp.many(np.concatenate([inputs, np.ones((4, 2), np.float32)], axis=1))
+    found = mlp.layers(np.concatenate([inputs, np.ones((4, 2), np.float32)], axis=1))[-1]
     np.testing.assert_allclose(found[:, :2], said, rtol=1e-5)
     assert (found[:, 2] == 0).all()
 

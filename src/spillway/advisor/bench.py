@@ -43,11 +43,6 @@ class Trial:
     def ran_out(self) -> bool:
         return self.peak is None
 
-    @property
-    def throughput(self) -> float | None:
-        """Samples per second; None where memory ran out."""
-        return None if self.seconds is None else self.size / self.seconds
-
     def to_json(self) -> dict[str, Any]:
         """The trial as JSON can hold it."""
         return asdict(self)

@@ -107,7 +107,6 @@ class _Told:
         self._script, self._command = script, command
         self._budget, self._method, self._silent = budget, method, silent
         self._smallest: int | None = None
-        self._told = 0
 
     def watch(self, opened: ExitStack, spill_directory: Path | None) -> None:
         """From here on."""

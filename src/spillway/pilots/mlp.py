@@ -74,12 +74,8 @@ class Mlp:
             np.dot(inputs[layer], self.weights[layer], out=heads[layer + 1])
         return heads[-1]
 
-    def many(self, features: Floats) -> Floats:
-        """The outputs [count, outputs] for inputs [count, features]."""
-        return self._forward(features)[-1]
-
-    def _forward(self, features: Floats) -> list[Floats]:
-        """The input of every layer without its 1, and the outputs."""
+    def layers(self, features: Floats) -> list[Floats]:
+        """Of inputs [count, features] the input of every layer without its 1, and the outputs [count, outputs]."""
         found: list[Floats] = [(features - self.mean) * self.scale]
         for layer, matrix in enumerate(self.weights):
             out = found[-1] @ matrix[:-1] + matrix[-1]
@@ -99,7 +95,7 @@ class Mlp:
         `features` are [count, features], `targets` [count, outputs], `counts` the same with 1 for an output that
         counts and 0 for one that does not.
         """
-        layers = self._forward(features)
+        layers = self.layers(features)
         out, total = layers[-1], np.float32(max(float(counts.sum()), 1.0))
         if loss == "squares":
             error = (out - targets) * counts / total

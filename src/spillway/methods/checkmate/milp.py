@@ -41,7 +41,6 @@ class Program:
 
     def __init__(self, graph: Graph, allowed: Bytes) -> None:
         self.graph = graph
-        self.allowed = allowed
         # Bytes as shares of the budget: a solver's tolerances are absolute.
         self.unit = max(allowed, 1)
         self.scale = sum(node.seconds for node in graph.nodes) or 1.0
