@@ -823,3 +823,59 @@ def test_where_hooks_update_within_the_backward_a_refusal_is_a_bound_from_below(
     assert isinstance(refusal, BudgetInfeasible)
     assert refusal.op_index > 0
     assert not refusal.exact
+
+
+class Adapted(nn.Module):
+    """Frozen, with small weights beside that are trained: two gradients of the same values are added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = (nn.Linear(*widths).requires_grad_(False) for widths in ((64, 256), (256, 64)))
+        narrow = ((64, 4), (4, 256), (256, 4), (4, 64))
+        self.adapters = nn.ModuleList(nn.Linear(*widths, bias=False) for widths in narrow)
+
+    def forward(self, x: Tensor) -> Tensor:
+        narrow, wide, again, out = self.adapters
+        hidden = torch.tanh(self.up(x) + wide(narrow(x)))
+        result: Tensor = x + self.down(hidden) + out(again(hidden))
+        return result
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = (nn.Linear(*widths, dtype=torch.cfloat) for widths in ((64, 256), (256, 64)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.down(torch.tanh(self.up(x)))
+        return out
+
+
+@pytest.mark.parametrize("kind", [Adapted, Complex])
+@pytest.mark.parametrize("action", [Action.RECOMPUTE, Action.SELECTIVE, Action.OFFLOAD])
+def test_what_recomputing_needs_is_enough_for_other_actions_and_so_is_more(action: Action, kind: Any) -> None:
+    """They held as much on top while a block ran or went backward as had not been seen yet."""
+
+    def trained(action: Action, budget: Bytes) -> BudgetInfeasible | Bytes:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(kind() for _ in range(4)))
+        x = torch.randn(1024, 64, dtype=next(model.parameters()).dtype)
+        optimizer = torch.optim.AdamW(one for one in model.parameters() if one.requires_grad)
+        with spillway.manage(model, optimizer, budget=budget, method=Checkpoint(action)) as memory:
+            try:
+                for _ in range(3):
+                    with memory.step(x):
+                        model(x).abs().square().mean().backward()
+                        optimizer.step()
+                        optimizer.zero_grad()
+            except BudgetInfeasible as refusal:
+                return refusal
+            return max(report.peak_bytes for report in memory.history)
+
+    enough = trained(Action.RECOMPUTE, 1 << 30)
+    assert isinstance(enough, int)
+    refusal = trained(action, int(0.3 * enough))
+    assert isinstance(refusal, BudgetInfeasible)
+    assert refusal.smallest_budget <= block_refusal_cases.TOO_MUCH * enough
+    assert isinstance(trained(action, refusal.smallest_budget), int)
+    assert all(isinstance(trained(action, int(more * enough)), int) for more in (1.03, 1.08))

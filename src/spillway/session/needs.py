@@ -161,7 +161,7 @@ def _peaks(
             with fake, BlockEngine(twin, call.engine.blocks, actions=lambda block, call: Action.RECOMPUTE) as engine:
                 if taught:
                     engine.learn_from(call.engine)
-                return [_run(twin, call, engine, goes_on, Tally(least=taught)) for _ in range(times)]
+                return [_run(twin, call, engine, goes_on, Tally(least=taught, adds=True)) for _ in range(times)]
     except BaseException as error:  # whatever the model does with tensors that have no content
         if by_signal(error) or not (isinstance(error, Exception) or is_the_models(error)):
             raise

@@ -326,7 +326,7 @@ class StepWatch:
                 return
             if self.unmeasured and not planned and decision.plan.only_recomputes:
                 self._foresee(*self._begins_with)
-            if forecast is None and decision.plan.otherwise in (*HOLDING, *RETURNING):
+            if forecast is None and decision.plan.otherwise in (*HOLDING, *RETURNING, Action.RECOMPUTE_OFFLOADED):
                 level, call = self._begins_with
                 rise = self._foresight.floor(call, level)
                 self.passes[-1].floor = level + rise if rise else 0
@@ -415,7 +415,7 @@ class StepWatch:
         now = self.passes[-1]
         needs, beside = self._going_forward(now, number)
         fits = self._make_room(needs + beside, number, known=now.knows(number))
-        if (beside and not fits) or self._holds_too_much(now, number, max(now.holds.values(), default=0)):
+        if (beside and not fits) or self._on_top(now, number) > self._room_beside(now, number):
             self._engine.keep_nothing()
             now.revoked.add(number)
         return partial(self._backward_reaches, len(self.passes) - 1, number)
@@ -433,7 +433,7 @@ class StepWatch:
             self._make_room(0, number)
         if now.decision.plan.action(number) in (*HOLDING, *RETURNING):
             now.revocable[number] = call
-        self._revoke(self._holds_too_much(now, number + 1))
+        self._revoke(-self._room_beside(now, number + 1))
         forecast = now.forecast
         if forecast is not None and number == len(forecast.saved) - 1:
             held = now.held(number + 1) + self._engine.leaving_bytes
@@ -453,7 +453,9 @@ class StepWatch:
             self._engine.read_ahead = 0
         elif plan.prefetches:  # what comes back before it is wanted must not take the room of what is
             self._taken()
-            self._engine.read_ahead = max(min(self._free() - 2 * self.largest, self.largest), 0)
+            needs = max(2 * self.largest, self._foresight.rise(("again", number)))
+            room = self._room_beside(one, number) if one.floor else self._free() - needs
+            self._engine.read_ahead = max(min(room, self.largest), 0)
         one.revocable.pop(number, None)
         call = one.ended[number]
         self._taken()
@@ -599,7 +601,8 @@ class StepWatch:
         self._budget.claim(needed)
         self._taken()
         over = self._budget.short(0)
-        if not known and over + 2 * self.largest > 0 and self._engine.leaving_bytes:
+        leaving = self._engine.leaving_bytes if not known else 0
+        if leaving and (over + 2 * self.largest > 0 or leaving > self._room_beside(self.passes[-1], number)):
             self._engine.settle()  # the next block needs as much as the largest, and its gradients that again
             self._taken()
             over = self._budget.short(0)
@@ -617,10 +620,19 @@ class StepWatch:
         self._refuse_above(self._least_taken(taken), number)
         return self._budget.short(needed) <= 0
 
-    def _holds_too_much(self, one: Pass, before: int, more: Bytes = 0) -> Bytes:
-        """By how much all calls before one hold too much, and one that is to hold so much more, for every other to be
-        recomputed beside them, where no forecast says so."""
-        return max(one.floor + one.held(before) + more - self._budget.allowed, 0) if one.floor else 0
+    def _on_top(self, one: Pass, number: int) -> Bytes:
+        """What the call that begins is reckoned to hold besides while it runs: under a selective action as much as all
+        others need, where no call of such a block was seen."""
+        action = one.decision.plan.action(number)
+        if not one.floor or not action.selects:
+            return max(one.holds.values(), default=0) if action is not Action.RECOMPUTE_OFFLOADED else -UNBOUNDED
+        share = self._engine.beside_share(-1)
+        return int(share * self.largest) if share >= 0 else one.floor - one.resident
+
+    def _room_beside(self, one: Pass, before: int) -> Bytes:
+        """What may be held besides what all calls before one hold, for every other to be recomputed beside that; where
+        a forecast says so, or nobody can tell, without bounds."""
+        return self._budget.allowed - one.floor - one.held(before) if one.floor else UNBOUNDED
 
     def _give_way(self, over: Bytes, running: HeldCall | None) -> None:
         """So many bytes are too many (see the note at the top)."""
@@ -679,10 +691,6 @@ class StepWatch:
             level, call = self._begins_with or (0, None)
             rise = self._foresight.recomputing(call) if call is not None else None
             told = level - self._died + rise.most if rise is not None else 0
-            if rise is not None and in_backward() and self._trace is not None:
-                windows = self._trace.so_far() if self._told() is not None else []
-                if windows:  # what the loss needs has been seen by now
-                    told = min(told, self._enough(self._start + max(window.peak for window in windows)) or told)
             if rise is None or told < taken:  # that has been told wrong, or cannot be told
                 self._refuse(taken, number, self._reckoned(taken), exact=False)
             self._refuse(taken, number, told, exact=rise.sure)

@@ -20,7 +20,7 @@ from spillway.engines.tensors.convolutions import most_instructions, within_conv
 from spillway.engines.tensors.lists import part_of
 from spillway.engines.tensors.ops import arguments_per_element
 from spillway.engines.tensors.sizes import FORMULAS, pages, rnn_row
-from spillway.internals.private import storage_of
+from spillway.internals.private import owners, storage_of
 from spillway.memory.ledger import SMALLEST_MOVABLE
 from spillway.units import Bytes
 
@@ -173,12 +173,14 @@ _AT_LEAST: Final[Mapping[str, Callable[[Sequence[Any], Any], Bytes]]] = MappingP
 class Tally(cast(Any, TorchDispatchMode)):  # type: ignore[misc]  # torch's class has no annotations
     """Adds up what ops read and create. What runs on content alone, such as the whole numbers of a tree, runs, as does
     what makes a tensor of one number; nothing is written that was not made in it. `there` are the tensors that are
-    there when it begins; `least` asks for what cannot be less, where content decides."""
+    there when it begins; `least` asks for what cannot be less, where content decides, and `adds` has autograd add to
+    gradients in place, as it does where no mode hears of it."""
 
     supports_higher_order_operators = True
 
-    def __init__(self, there: Iterable[torch.Tensor] = (), *, least: bool = False) -> None:
+    def __init__(self, there: Iterable[torch.Tensor] = (), *, least: bool = False, adds: bool = False) -> None:
         super().__init__()
+        self._adds = adds
         self._within = _AT_LEAST if least else _WITHIN
         self.alive: Bytes = 0
         """Of what was made in it."""
@@ -215,6 +217,8 @@ class Tally(cast(Any, TorchDispatchMode)):  # type: ignore[misc]  # torch's clas
             return True  # bytes that the block engine looks at, before and after a block: there are none
         if empty and func is torch.ops.aten._local_scalar_dense.default and self.number is not None:
             return self.number
+        if self._adds and func is torch.ops.aten.add.Tensor and _accumulates(args):
+            func = torch.ops.aten.add_.Tensor
         runs = not empty and (bool(tensors) or args[:1] == ([],))
         if func is torch.ops.aten.lift_fresh.default:  # of a tensor that Python has just made of numbers
             given = []
@@ -296,6 +300,24 @@ class _Known(NamedTuple):
     """And not there before."""
     death: weakref.ref[Any]
     """What tells of it."""
+
+
+_ALONE: Final = 4
+"""References to a gradient that autograd adds another to, if no other node waits for it: autograd's, the dispatcher's
+and Python's."""
+
+
+def _accumulates(args: Sequence[Any]) -> bool:
+    """Whether autograd adds to a gradient that nobody else holds."""
+    one, other = args[:2]
+    if torch._C._current_graph_task_id() < 0 or torch.is_grad_enabled() or not isinstance(other, torch.Tensor):
+        return False
+    alone = one._use_count() == _ALONE and owners(storage_of(one)) == 2
+    return alone and torch.ops.aten.is_non_overlapping_and_dense(one) and _alike(one, other)
+
+
+def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return (one.shape, one.dtype) == (other.shape, other.dtype)
 
 
 _STORED: Final = (torch.Tensor, torch.UntypedStorage)

@@ -225,7 +225,8 @@ def usual_loss(results: list[torch.Tensor]) -> torch.Tensor:
     size."""
     ends = [one for one in results if one.requires_grad]
     own = [one for one in ends if one.numel() == 1]
-    return torch.stack([one.float().sum() for one in own] or [one.float().square().mean() for one in ends]).sum()
+    sizes = [(one.abs() if one.is_complex() else one).float() for one in own or ends]
+    return torch.stack([one.sum() if own else one.square().mean() for one in sizes]).sum()
 
 
 def bare_step(optimizer: torch.optim.Optimizer) -> None:
