@@ -874,7 +874,7 @@ def test_what_recomputing_needs_is_enough_for_other_actions_and_so_is_more(actio
 
     enough = trained(Action.RECOMPUTE, 1 << 30)
     assert isinstance(enough, int)
-    refusal = trained(action, int(0.3 * enough))
+    refusal = trained(action, int(0.33 * enough))
     assert isinstance(refusal, BudgetInfeasible)
     assert refusal.smallest_budget <= block_refusal_cases.TOO_MUCH * enough
     assert isinstance(trained(action, refusal.smallest_budget), int)
