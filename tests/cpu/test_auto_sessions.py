@@ -20,6 +20,7 @@ from spillway.engines.tensors.tensor_engine import TensorEngine
 from spillway.errors import ModelError, SpillFullError
 from spillway.methods import Action
 from spillway.methods.auto import PROBES, TRIED, Auto
+from spillway.native.arena import Arena, counts, reset_peaks
 from spillway.session.auto_session import AutoSession
 from spillway.session.block_session import BlockSession
 from spillway.session.tensor_session import TensorSession
@@ -312,6 +313,26 @@ def test_a_model_without_blocks_is_left_to_the_tensor_engine(told: bool, tmp_pat
     assert [*(loss.numpy().tobytes() for loss in losses), *training.state()] == bits  # type: ignore[arg-type]
     assert max(one.peak_bytes for one in memory.history) <= int(0.9 * needed)
     assert len(files.read_text().splitlines()) == 1 + len(training.batches), "both sessions write into one file"
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["batch", "no batch"])
+@pytest.mark.filterwarnings("ignore:3 steps in a row")
+def test_what_is_away_stays_away_when_a_model_is_left_to_the_tensor_engine(told: bool) -> None:
+    training = Flat()
+    weights = sum(one.nbytes for one in training.model.parameters())
+    budget = 7 * weights // 2  # and state takes three times the weights, besides gradients and temporaries
+    optimizer = training.optimizer = torch.optim.Adam(training.model.parameters(), amsgrad=True)
+    with contextlib.ExitStack() as stack:
+        stack.callback(Arena().release)
+        others = counts().live
+        memory = stack.enter_context(managed(training, budget))
+        for x in [*training.batches, *training.batches]:
+            reset_peaks()
+            with memory.step(x if told else None):
+                training.step(x)
+            assert counts().peak_live - others <= budget
+        assert isinstance(memory._now, TensorSession)
+    assert sum(one.nbytes for state in optimizer.state.values() for one in state.values()) > 3 * weights
 
 
 class Once(nn.Module):

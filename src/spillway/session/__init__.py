@@ -86,10 +86,12 @@ def manage(
     pages = isinstance(decides, AbstractBlockMethod) and not decides.needs_blocks and not sharded
     falls_back = pages and blocks.names is None
 
-    def opened(decides: AbstractPolicy, told: _Told, allowed: Bytes) -> TensorSession:
+    def opened(
+        decides: AbstractPolicy, told: _Told, allowed: Bytes, engine: TensorEngine | None = None
+    ) -> TensorSession:  # fmt: skip
         where: dict[str, Any] = {"pinned": pinned, "spill_directory": spill.directory, "spill_io": spill.io}
         opens: Callable[[Bytes], TensorEngine] = functools.partial(engine_for, device, decides, **where)
-        engine = opens(allowed)
+        engine = opens(allowed) if engine is None else engine
         undo.callback(engine.close)
         return TensorSession(
             models, optimizers, engine, told(engine), live, opens=opens, keep_timeline=report.timeline,

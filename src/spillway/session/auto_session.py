@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Final, Self, final
 
+from spillway.engines.tensors.tensor_engine import TensorEngine
 from spillway.errors import ModelError
 from spillway.memory.budget import UNLIMITED
 from spillway.session.abstract_session import Session
@@ -28,13 +29,13 @@ class AutoSession:
 
     Args:
         blocks: Opens a session of the block engine under that many bytes.
-        storages: Opens one of the tensor engine.
+        storages: Opens one of the tensor engine; on that engine, where one is given.
     """
 
     def __init__(
         self,
         blocks: Callable[[Bytes], BlockSession],
-        storages: Callable[[Bytes], Session],
+        storages: Callable[[Bytes, TensorEngine | None], Session],
         allowed: Bytes,
     ) -> None:
         self._blocks, self._storages = blocks, storages
@@ -42,13 +43,13 @@ class AutoSession:
         """Steps in a row that were entered with nothing that tells a size."""
         self._unplanned = allowed >= UNLIMITED
         """Whether blocks were not looked for yet, since there is no budget."""
-        self._now: Session = storages(allowed) if self._unplanned else self._opened(allowed)
+        self._now: Session = storages(allowed, None) if self._unplanned else self._opened(allowed)
 
     def _opened(self, allowed: Bytes) -> Session:
         try:
             return self._blocks(allowed)
         except ModelError:
-            return self._storages(allowed)
+            return self._storages(allowed, None)
 
     @property
     def budget(self) -> Bytes | None:
@@ -96,7 +97,7 @@ class AutoSession:
                         f"Enter steps with their batch.",
                         stacklevel=3,
                     )
-                self._now = self._storages(now.allowed)  # first: an interruption may come out of what follows
+                self._now = self._storages(now.allowed, now.watching)  # first: what follows may be interrupted
                 now._leave_to(self._now)
         return self._now
 

@@ -65,7 +65,7 @@ from spillway.session.needs import Call, Kept, Needs, Rise, kept_by, least, reco
 from spillway.session.options import BlockOptions, SpillOptions
 from spillway.session.paging import UNINTERRUPTED, Paging
 from spillway.session.ranks import Agreement
-from spillway.session.tensor_session import report_of
+from spillway.session.tensor_session import TensorSession, report_of
 from spillway.session.updates import Arguments, before_update
 from spillway.session.watch import SAMPLES, Gradient, Seam, StepWatch, in_backward
 from spillway.tiers.disk import DiskTier
@@ -73,6 +73,7 @@ from spillway.tiers.transfer import Freed
 from spillway.units import Bytes, KiB, Seconds, format_bytes
 
 if TYPE_CHECKING:
+    from spillway.engines.tensors.tensor_engine import TensorEngine
     from spillway.report.live import LiveLine, LiveView
 
 UNHEARD: Final[Bytes] = 32 * KiB
@@ -378,6 +379,19 @@ class BlockSession(Session):
             self._paging.forget_all()
         self._budget.allow(allowed)
         self._limit()
+
+    @property
+    def watching(self) -> TensorEngine | None:
+        """The engine of steps that are watched op by op, with all that is away; None without a budget. A session that
+        takes over goes on with it: if all came back meanwhile, that might not fit."""
+        return self._paging.engine if self._paging is not None and self._budget.limited else None
+
+    def _leave_to(self, other: Session) -> None:
+        watching = self.watching
+        if watching is not None and isinstance(other, TensorSession):
+            watching.graph_grows = None
+            other._base_rss, self._paging = self._base_rss, None
+        super()._leave_to(other)
 
     def _make_step(self, batch: Any, owner: weakref.ref[Any]) -> AbstractStep:
         return _Step(self, batch, owner)
