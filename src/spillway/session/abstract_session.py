@@ -56,6 +56,9 @@ VARYING: Final = 16
 _SHAPE: Final = re.compile(r"\w+\[[^]]*\]")
 """Of a tensor in a signature, where numbers stand as well."""
 
+_DATA_PTR: Final = torch._C.StorageBase.data_ptr  # type: ignore[attr-defined]
+"""As it is without an engine that brings bytes back."""
+
 NAMED: Final = (Kind.PARAMETER, Kind.GRADIENT, Kind.BUFFER, Kind.OPTIMIZER_STATE)
 
 
@@ -558,10 +561,14 @@ class Session(ABC):
         """Bytes of the storages of all these tensors, by the address of their memory."""
         if self._native is not None:
             beside = tuple(tensor for _, tensor in self._beside_models(batch))
-            found: dict[int, Bytes] | None = self._native.named(tuple(self._models), tuple(self._optimizers), beside)
-            if found is not None:
-                return found
-        return {storage.data_ptr(): storage.nbytes() for storage in storages(self._tensors(batch))}
+            usual: dict[int, Bytes] | None = self._native.named(tuple(self._models), tuple(self._optimizers), beside)
+            if usual is not None:
+                return usual
+        found: dict[int, Bytes] = {}
+        for storage in storages(self._tensors(batch)):
+            with contextlib.suppress(RuntimeError):  # some have a size, and no memory
+                found[_DATA_PTR(storage)] = storage.nbytes()
+        return found
 
     def _named_bytes(self, batch: Any) -> Bytes:
         """Of all of them together."""
