@@ -469,3 +469,37 @@ def test_what_no_op_makes_and_has_no_room_lies_in_the_file(tmp_path: Path) -> No
         del storage
     assert memory.history[-1].beyond_bytes == 8 * MiB
     assert memory.history[-1].device_peak_bytes <= 3 * MiB
+
+
+def test_what_lies_in_the_file_outside_of_ops_counts_as_long_as_it_lies_there(tmp_path: Path) -> None:
+    model, x = nn.Linear(4, 4), torch.randn(8, 4)
+    spill = SpillOptions(directory=tmp_path)
+    with spillway.manage(model, budget="1 MiB", method="lru", spill=spill) as memory:
+        with memory.step(x):
+            for _ in range(3):
+                torch.UntypedStorage(2 * MiB)
+        with memory.step(x):
+            kept = []
+            for _ in range(3):
+                kept.append(torch.UntypedStorage(2 * MiB))
+                model(x)
+            kept.pop(0)
+            kept.append(torch.UntypedStorage(2 * MiB))
+    assert [report.beyond_bytes for report in memory.history] == [2 * MiB, 6 * MiB]
+
+
+def test_where_the_directory_has_no_room_for_what_no_op_makes_nothing_is_taken(tmp_path: Path) -> None:
+    model, x, directory = nn.Linear(4, 4), torch.randn(8, 4), tmp_path / "spill"
+    directory.mkdir()
+    with spillway.manage(model, budget="1 MiB", method="lru", spill=SpillOptions(directory=directory)) as memory:
+        directory.rmdir()
+        live = arena.counts().live
+        with memory.step(x):
+            with pytest.raises(torch.OutOfMemoryError, match=r"2097152 bytes more outside of any op.*1048576.*No such"):
+                torch.UntypedStorage(2 * MiB)
+            assert arena.counts().live == live
+            model(x)
+        directory.mkdir()
+        with memory.step(x):
+            torch.UntypedStorage(2 * MiB)
+    assert [report.beyond_bytes for report in memory.history] == [0, 2 * MiB]

@@ -75,9 +75,9 @@ class StepReport:
     """The most that the device's allocator had handed out, measured: with what ops take for themselves while they run.
     On the CPU the arena counts it, within steps under a budget; 0 where nobody does."""
     beyond_bytes: Bytes = 0
-    """The most that an op took for itself above the budget, on the CPU, or a step that nobody watched, or one of `auto`
-    above its plan: it lay in the spill directory, which is slow. From then on room is made for it, or such steps are
-    watched."""
+    """The most that an op took for itself above the budget, on the CPU, or what the step took outside of ops, or a step
+    that nobody watched, or one of `auto` above its plan: it lay in the spill directory, which is slow. For ops room is
+    made from then on, and such steps are watched."""
     reserved_bytes: Bytes = 0
     """Of the budget, what was reserved when the step ended, for what the account does not see: on CUDA workspaces,
     other tensors, odd pieces; on the CPU whatever kept the resident set too far above the budget.

@@ -585,12 +585,16 @@ class OpMemory {
   void holds_outside(std::size_t nbytes) {
     __atomic_fetch_add(&cells_[HELD], static_cast<std::int64_t>(nbytes), __ATOMIC_RELAXED);
   }
+  // Memory of the file for what has no room. It counts in no account, and in no op.
   void* lend_outside(std::size_t nbytes, bool told) {
-    if (op_ != outside_) {
-      op_ = outside_ = new_op();
-      cells_[LOCAL] = cells_[ABOVE] = cells_[MOST] = 0;
+    std::lock_guard<std::mutex> guard(mutex());
+    void* memory = nullptr;
+    if (const int error = place(nbytes, told, 0, memory); error != 0) {
+      refuse(no_room(std::to_string(nbytes) + " bytes more outside of any op", error));
     }
-    return lend(nbytes, told);
+    lent_outside_ += static_cast<std::int64_t>(nbytes);
+    cells_[BEYOND] = std::max(cells_[BEYOND], lent_outside_);
+    return memory;
   }
 
   // Whether a step runs that nobody watches (rule 9), and that is as one op.
@@ -653,7 +657,7 @@ class OpMemory {
   void* lend(std::size_t nbytes, bool told) {
     std::lock_guard<std::mutex> guard(mutex());
     void* memory = nullptr;
-    if (place(nbytes, told, memory) != 0) return nullptr;
+    if (place(nbytes, told, op_, memory) != 0) return nullptr;
     cells_[ABOVE] += static_cast<std::int64_t>(nbytes);
     cells_[BEYOND] = std::max(cells_[BEYOND], cells_[ABOVE]);
     return memory;
@@ -665,20 +669,13 @@ class OpMemory {
     int error = 0;
     {
       std::lock_guard<std::mutex> guard(mutex());
-      error = place(nbytes, told, memory);
+      error = place(nbytes, told, op_, memory);
     }
     if (error != 0) {
       cells_[STATE] = REFUSED;
       cells_[MOST] = std::max(cells_[MOST], cells_[LOCAL] + cells_[ABOVE] + static_cast<std::int64_t>(nbytes));
-      std::string reason = std::strerror(error);
-      if (unwatched()) {
-        reason = "This step takes " + std::to_string(counted() + cells_[ABOVE] + static_cast<std::int64_t>(nbytes)) +
-                 " bytes at once, its budget is " + std::to_string(cells_[ALLOWED]) +
-                 ", and there is no room for the rest in the spill directory " + directory_ + " (" + reason +
-                 "): raise the budget, or free some space there or choose another with SpillOptions(directory=...) or "
-                 "--spill-directory.";
-      }
-      throw c10::OutOfMemoryError({__func__, __FILE__, static_cast<std::uint32_t>(__LINE__)}, reason);
+      const std::int64_t taken = counted() + cells_[ABOVE] + static_cast<std::int64_t>(nbytes);
+      refuse(unwatched() ? no_room(std::to_string(taken) + " bytes at once", error) : std::strerror(error));
     }
     if (cells_[STATE] != REFUSED) cells_[STATE] = WENT_BEYOND;
     cells_[ABOVE] += static_cast<std::int64_t>(nbytes);
@@ -704,6 +701,7 @@ class OpMemory {
       owner.let_go_of(part.mapping);
     }
     owner.close_unused();
+    if (part.block.op == 0) owner.lent_outside_ -= static_cast<std::int64_t>(part.block.born.nbytes);
     const bool counts = owner.lending_ || (op_memory() == &owner && owner.cells_[STATE] >= RUNS);
     if (counts && part.block.op == owner.op_) {
       owner.cells_[ABOVE] -= static_cast<std::int64_t>(part.block.born.nbytes);
@@ -804,8 +802,17 @@ class OpMemory {
   void punch(std::size_t offset, std::size_t size) {
     ::fallocate(file_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(offset), static_cast<off_t>(size));
   }
-  // A block of the file: 0, or the system's error number.
-  int place(std::size_t nbytes, bool told, void*& memory) {
+  [[noreturn]] static void refuse(const std::string& reason) {
+    throw c10::OutOfMemoryError({__func__, __FILE__, static_cast<std::uint32_t>(__LINE__)}, reason);
+  }
+  std::string no_room(const std::string& taken, int error) const {
+    return "This step takes " + taken + ", its budget is " + std::to_string(cells_[ALLOWED]) +
+           ", and there is no room for the rest in the spill directory " + directory_ + " (" + std::strerror(error) +
+           "): raise the budget, or free some space there or choose another with SpillOptions(directory=...) or "
+           "--spill-directory.";
+  }
+  // A block of the file, born in this op: 0, or the system's error number.
+  int place(std::size_t nbytes, bool told, std::uint64_t op, void*& memory) {
     // Of what is small there are many in one mapping: the system allows only so many of these.
     const std::size_t size = nbytes < SMALL ? (nbytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT : pages(nbytes);
     Mapping* mapping = nullptr;
@@ -822,7 +829,7 @@ class OpMemory {
     memory = mapping->base + mapping->used;
     mapping->used += size;
     ++mapping->alive;
-    all()[memory] = {mapping, {size, told, Born{nbytes, 0, 0}, op_, nullptr}};
+    all()[memory] = {mapping, {size, told, Born{nbytes, 0, 0}, op, nullptr}};
     ++mapped_beyond();
     return 0;
   }
@@ -906,7 +913,8 @@ class OpMemory {
   const std::string directory_;
   Share* const share_;
   const pid_t process_ = ::getpid();
-  std::uint64_t op_ = 0, outside_ = 0;
+  std::uint64_t op_ = 0;
+  std::int64_t lent_outside_ = 0;  // of ops
   int file_ = -1;
   bool closed_ = false, lending_ = false;
   Extents free_;  // of the file, by offset
