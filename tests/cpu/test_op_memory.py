@@ -25,6 +25,7 @@ from spillway import SpillOptions
 from spillway.engines.environment import GENERAL, OpEnvironment
 from spillway.engines.tensors.calls import Call
 from spillway.errors import BudgetInfeasible, SpillFullError
+from spillway.memory.controller import Controller
 from spillway.memory.records import EXACT, Recipe
 from spillway.native import arena, library
 from spillway.native.arena import BEGINS, IDLE, PEAK, RESIDENT, STATE, WENT_BEYOND, Arena, OpMemory
@@ -503,3 +504,22 @@ def test_where_the_directory_has_no_room_for_what_no_op_makes_nothing_is_taken(t
         with memory.step(x):
             torch.UntypedStorage(2 * MiB)
     assert [report.beyond_bytes for report in memory.history] == [0, 2 * MiB]
+
+
+def test_an_error_in_making_room_for_what_no_op_makes_is_raised_by_the_next_op(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise KeyError("planted")
+
+    model, x = nn.Linear(4, 4), torch.randn(8, 4)
+    with spillway.manage(model, budget="1 MiB", method="lru") as memory:
+        with pytest.raises(KeyError, match="planted"), memory.step(x):
+            with monkeypatch.context() as context:
+                context.setattr(Controller, "make_room_if_possible", fail)
+                storage = torch.UntypedStorage(MiB // 2)
+            assert OpMemory("/tmp").is_beyond(storage.data_ptr())
+            model(x)
+        with memory.step(x):
+            model(x)
+    assert len(memory.history) == 1

@@ -8,7 +8,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Final, TypeVar, final
+from typing import Final, NoReturn, TypeVar, final
 
 import torch
 
@@ -225,13 +225,22 @@ class CpuBackend(AbstractBackend):
 
 
 def _asking(engine: AbstractTensorEngine) -> Callable[[Bytes], int]:
-    """What the arena calls where the step's thread takes memory outside of any op; no error may leave it."""
+    """What the arena calls where the step's thread takes memory outside of any op. No error may leave it: the next op
+    raises that."""
     own = weakref.ref(engine)
 
     def ask(nbytes: Bytes) -> int:
         engine = own()
         if engine is None or not engine.takes_outside():
             return OF_ENGINE
-        return COUNTED if engine.take_outside(nbytes) else NONE
+        try:
+            return COUNTED if engine.take_outside(nbytes) else NONE
+        except BaseException as error:
+            engine.interrupts.append(partial(_raise, error))
+            return NONE
 
     return ask
+
+
+def _raise(error: BaseException) -> NoReturn:
+    raise error
