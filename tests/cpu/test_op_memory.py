@@ -523,3 +523,15 @@ def test_an_error_in_making_room_for_what_no_op_makes_is_raised_by_the_next_op(
         with memory.step(x):
             model(x)
     assert len(memory.history) == 1
+
+
+def test_a_known_storage_that_is_resized_counts_once() -> None:
+    x = torch.randn(8, 4)
+    with spillway.manage(nn.Linear(4, 4), budget="16 MiB", method="lru") as memory, memory.step(x):
+        known = torch.ones(MiB)
+        for _ in range(2):
+            known.untyped_storage().resize_(0)
+            known.untyped_storage().resize_(4 * MiB)
+            known.fill_(1)
+        known.untyped_storage().resize_(8 * MiB)
+    assert 8 * MiB <= memory.history[-1].peak_bytes <= 8 * MiB + 4 * KiB

@@ -97,6 +97,8 @@ class TensorEngine(AbstractTensorEngine):
         self.in_step = False
         self._left: Bytes = 0
         """What unwatched steps made, and this one outside of ops: it counts, and no storage is known for it."""
+        self._resizes = False
+        """Whether code of the user's is resizing a known storage, whose new size counts by itself."""
         self._given_away: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         """What unwatched steps left in the spill directory and has to stay there, by the addresses of storages."""
         self.from_outside: Bytes = 0
@@ -220,7 +222,7 @@ class TensorEngine(AbstractTensorEngine):
                 storage.escaped |= before > 0 and ends[before - 1] > place[0]
 
     def takes_outside(self) -> bool:
-        return self.in_step and not self._dispatch.handles
+        return self.in_step and not self._dispatch.handles and not self._resizes
 
     @unheard
     def take_outside(self, nbytes: Bytes) -> bool:
@@ -484,7 +486,11 @@ class TensorEngine(AbstractTensorEngine):
             elif storage.value.absent:
                 self.fetch(storage)
             try:
-                yield
+                self._resizes = True
+                try:
+                    yield
+                finally:
+                    self._resizes = False
                 self.controller.overwrite(storage, None)
                 if self.unwatched and real.nbytes() != storage.nbytes:  # what it has now counts, as it is new
                     self.died(storage.handle)
