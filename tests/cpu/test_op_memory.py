@@ -23,12 +23,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import spillway
 from spillway import SpillOptions
 from spillway.engines.environment import GENERAL, OpEnvironment
+from spillway.engines.tensors import cpu_machine
 from spillway.engines.tensors.calls import Call
 from spillway.errors import BudgetInfeasible, SpillFullError
+from spillway.internals.private import fresh_storage
 from spillway.memory.controller import Controller
 from spillway.memory.records import EXACT, Recipe
 from spillway.native import arena, library
-from spillway.native.arena import BEGINS, IDLE, PEAK, RESIDENT, STATE, WENT_BEYOND, Arena, OpMemory
+from spillway.native.arena import BEGINS, IDLE, OWN, PEAK, RESIDENT, RUNS, STATE, WENT_BEYOND, Arena, OpMemory
 from tests.cpu.test_arena import filled, ran
 
 KiB, MiB = 1 << 10, 1 << 20
@@ -535,3 +537,24 @@ def test_a_known_storage_that_is_resized_counts_once() -> None:
             known.fill_(1)
         known.untyped_storage().resize_(8 * MiB)
     assert 8 * MiB <= memory.history[-1].peak_bytes <= 8 * MiB + 4 * KiB
+
+
+def test_another_thread_that_has_something_brought_back_leaves_what_an_op_takes_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x, states = torch.randn(8, 4), []
+    with spillway.manage(nn.Linear(4, 4), budget="6 MiB", method="lru") as memory, memory.step(x):
+        machine, cells = memory._engine.machine, memory._engine.backend._op_memory.cells
+
+        def fresh(nbytes: int) -> torch.UntypedStorage:
+            states.append(cells[STATE])
+            return fresh_storage(nbytes)
+
+        monkeypatch.setattr(cpu_machine, "fresh_storage", fresh)
+        cells[STATE] = RUNS
+        other = threading.Thread(target=lambda: machine._fresh(MiB))
+        other.start()
+        other.join()
+        cells[STATE] = IDLE
+        machine._fresh(MiB)
+    assert states == [RUNS, OWN]

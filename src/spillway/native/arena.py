@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
@@ -9,7 +10,7 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Final, cast, final
 
@@ -242,13 +243,29 @@ class OpMemory:
         self.cells = _numbers(self.address, 10)
         self._small = _numbers(self._library.spillway_op_memory_small(self._memory), 1)
         """What is small of what unwatched steps made."""
+        self._thread = 0
+        """Whose step runs."""
         weakref.finalize(self, self._library.spillway_op_memory_close, self._memory).atexit = False
 
     def begin(self, allowed: Bytes) -> None:
         """A step of this thread begins; peaks are of what follows."""
         self.cells[STATE], self.cells[ALLOWED] = IDLE, allowed
         self.cells[PEAK] = self.cells[BEYOND] = 0
+        self._thread = threading.get_ident()
         self._library.spillway_op_memory_here(self._memory, 0)
+
+    @contextlib.contextmanager
+    def counted_elsewhere(self) -> Iterator[None]:
+        """What the thread of a watched step takes within is no op's, and not the user's. Others, whose memory is not
+        counted here, leave the state alone: an op of that thread may be running."""
+        if self._thread != threading.get_ident():
+            yield
+            return
+        before, self.cells[STATE] = self.cells[STATE], OWN
+        try:
+            yield
+        finally:
+            self.cells[STATE] = before
 
     def begin_unwatched(self, allowed: Bytes, resident: Bytes) -> Bytes:
         """A step of this thread begins that nobody watches: what it takes counts as if it were one op, on top of what
@@ -292,7 +309,7 @@ class OpMemory:
 
     def end(self) -> None:
         """This thread's ops count for nobody."""
-        self.cells[STATE], self.cells[UNWATCHED] = IDLE, 0
+        self.cells[STATE], self.cells[UNWATCHED], self._thread = IDLE, 0, 0
         self._library.spillway_op_memory_here(None, 0)
 
     def lent(self) -> Bytes:

@@ -15,7 +15,7 @@ import mmap
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from typing import Any, Final, NamedTuple, final
 
@@ -28,7 +28,7 @@ from spillway.internals.private import fresh_storage, storage_at, storage_of, sw
 from spillway.internals.process_memory import Reclaimer, give_pages_back, memory_for, prefer_huge_pages
 from spillway.memory.budget import UNLIMITED, Budget
 from spillway.memory.records import Recipe, Storage
-from spillway.native.arena import BEGINS, IDLE, MOST, OWN, REFUSED, RESIDENT, RUNS, STATE, Arena, OpMemory
+from spillway.native.arena import BEGINS, IDLE, MOST, REFUSED, RESIDENT, RUNS, STATE, Arena, OpMemory
 from spillway.tiers.disk import DiskTier, Slot
 from spillway.units import Bytes, Seconds, format_bytes
 
@@ -228,24 +228,12 @@ class CpuMachine:
 
     def _fresh(self, nbytes: Bytes) -> torch.UntypedStorage:
         self._reclaimer.expect(nbytes)
-        with memory_for("what comes back from the spill file"), self._counted_by_itself():
+        counted = contextlib.nullcontext() if self.op_memory is None else self.op_memory.counted_elsewhere()
+        with memory_for("what comes back from the spill file"), counted:
             fresh = fresh_storage(nbytes)
         if self._arena is None:
             prefer_huge_pages(fresh.data_ptr(), nbytes)
         return fresh
-
-    @contextlib.contextmanager
-    def _counted_by_itself(self) -> Iterator[None]:
-        """What is taken here is no op's, and not the user's."""
-        if self.op_memory is None:
-            yield
-            return
-        cells = self.op_memory.cells
-        before, cells[STATE] = cells[STATE], OWN
-        try:
-            yield
-        finally:
-            cells[STATE] = before
 
     def release(self, storage: Storage) -> None:
         """Free the bytes; the storage points at memory that cannot be read."""
