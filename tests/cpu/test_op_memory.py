@@ -558,3 +558,17 @@ def test_another_thread_that_has_something_brought_back_leaves_what_an_op_takes_
         cells[STATE] = IDLE
         machine._fresh(MiB)
     assert states == [RUNS, OWN]
+
+
+@pytest.mark.parametrize("more", [lambda: [torch.ones(MiB // 2)], lambda: loaded(new=True, count=4)])
+def test_what_no_op_has_touched_leaves_where_room_is_short(more: Callable[[], Any]) -> None:
+    with spillway.manage(nn.Linear(4, 4), budget="4 MiB", method="lru") as memory:
+        for _ in range(2):
+            with memory.step(None):
+                kept = loaded(new=False)
+                made = more()
+            assert memory.history[-1].moves >= 2
+            assert memory.history[-1].beyond_bytes == 0
+            assert all(bool((one == 1).all()) for one in [*kept, *made])
+            kept.clear()
+            del made

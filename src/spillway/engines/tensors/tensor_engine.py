@@ -97,6 +97,8 @@ class TensorEngine(AbstractTensorEngine):
         self.in_step = False
         self._left: Bytes = 0
         """What unwatched steps made, and this one outside of ops: it counts, and no storage is known for it."""
+        self._looked = False
+        """Whether Python was asked for tensors of that since there was more of it."""
         self._resizes = False
         """Whether code of the user's is resizing a known storage, whose new size counts by itself."""
         self._given_away: dict[int, weakref.ref[torch.UntypedStorage]] = {}
@@ -227,12 +229,15 @@ class TensorEngine(AbstractTensorEngine):
     @unheard
     def take_outside(self, nbytes: Bytes) -> bool:
         self._count_what_is_left()
+        if self.budget.short(nbytes) > 0:
+            self._meet_what_is_left()
         with self.controller.lock:
             self.controller.make_room_if_possible(nbytes, "memory that no op makes", stays=0)
             if self.budget.short(nbytes) > 0:
                 return False
             self.budget.create(nbytes)
         self._left += nbytes
+        self._looked = False
         return True
 
     def _taken_over(self, key: int) -> bool:
@@ -241,6 +246,18 @@ class TensorEngine(AbstractTensorEngine):
         taken = meter is not None and self._left > 0 and meter.adopt((key,)) > 0
         self._count_what_is_left()
         return taken
+
+    def _meet_what_is_left(self) -> None:
+        """What no op of this step has touched can leave from here on, where Python has a tensor of it."""
+        meter = self.backend.unwatched
+        if meter is None or self._looked or self._left < SMALLEST_MOVABLE:
+            return
+        self._looked, met = True, self.from_outside
+        for tensor in tensors_of_python():
+            key = _address_or_none(tensor)
+            if key != NO_ADDRESS and key not in self.table and self._taken_over(key):
+                self.adopt(tensor)
+        self.from_outside = met  # the step made all of that, or an earlier one
 
     def _count_what_is_left(self) -> None:
         """Of what unwatched steps made some may be gone by now, or taken over."""
@@ -332,6 +349,8 @@ class TensorEngine(AbstractTensorEngine):
         elif workspaces is not None and key is not None:
             guess = workspaces.guess(info.name, seen.reads, key, needed, self.budget.allowed)
             needed += workspaces.expected(key)
+        if self.budget.short(needed + guess) > 0:
+            self._meet_what_is_left()
         if ready and self.budget.short(needed + guess) <= 0:
             return self._run_and_learn(seen, complete, key, needed)
         self.record_from_here()
@@ -556,7 +575,7 @@ class TensorEngine(AbstractTensorEngine):
         self.label(tensors)
         controller = self.controller
         self.collectives.land()
-        self._left = self._take_over()
+        self._left, self._looked = self._take_over(), False
         self.budget.begin(controller.flights.beside + self._left + self._present_bytes())
         self.backend.begin_step(self.budget.allowed, base_rss, signature)
         self._begun = True
