@@ -879,3 +879,63 @@ def test_what_recomputing_needs_is_enough_for_other_actions_and_so_is_more(actio
     assert refusal.smallest_budget <= block_refusal_cases.TOO_MUCH * enough
     assert isinstance(trained(action, refusal.smallest_budget), int)
     assert all(isinstance(trained(action, int(more * enough)), int) for more in (1.03, 1.08))
+
+
+class Biased(nn.Module):
+    """The first computes what all add, and leaves it where they find it."""
+
+    def __init__(self, left: dict[str, Tensor], *, first: bool) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+        self.bias = nn.Linear(64, 64) if first else None
+        self.left = lambda: left  # no copy of the model has one of its own
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.bias is not None:
+            self.left()["bias"] = torch.tanh(self.bias(x))
+        out: Tensor = x + self.down(torch.tanh(self.up(x + self.left()["bias"])))
+        return out
+
+
+class Peeking(nn.Sequential):
+    """Looks at a number, so that nothing is told of it."""
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x * float(x.abs().amax() > 0))
+
+
+def _under(action: Action, budget: Bytes, kind: type[nn.Sequential]) -> BudgetInfeasible | Bytes:
+    torch.manual_seed(0)
+    left: dict[str, Tensor] = {}
+    model, x = kind(*(Biased(left, first=not number) for number in range(5))), torch.randn(1024, 64)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with spillway.manage(model, optimizer, budget=budget, method=Checkpoint(action)) as memory:
+        try:
+            for _ in range(3):
+                with memory.step(x):
+                    model(x).square().mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+        except BudgetInfeasible as refusal:
+            return refusal
+        return max(report.peak_bytes for report in memory.history)
+
+
+def test_what_the_step_before_left_outside_of_the_model_is_no_obstacle_to_telling() -> None:
+    enough = _under(Action.RECOMPUTE, 1 << 30, nn.Sequential)
+    assert isinstance(enough, int)
+    refusal = _under(Action.SELECTIVE, int(0.6 * enough), nn.Sequential)
+    assert isinstance(refusal, BudgetInfeasible)
+    assert refusal.exact
+    assert refusal.smallest_budget <= block_refusal_cases.TOO_MUCH * enough
+    assert isinstance(_under(Action.SELECTIVE, refusal.smallest_budget, nn.Sequential), int)
+    assert isinstance(_under(Action.SELECTIVE, int(1.05 * enough), nn.Sequential), int)
+
+
+def test_where_nothing_can_be_told_and_blocks_hold_more_in_more_room_a_refusal_is_a_bound_from_below() -> None:
+    enough = _under(Action.RECOMPUTE, 1 << 30, Peeking)
+    assert isinstance(enough, int)
+    for share in (0.6, 1.1):
+        refusal = _under(Action.SELECTIVE, int(share * enough), Peeking)
+        assert isinstance(refusal, BudgetInfeasible)
+        assert not refusal.exact

@@ -291,9 +291,13 @@ def storage_at(address: int, nbytes: int, device: torch.device) -> torch.Untyped
 
 
 def bytes_over(storage: torch.UntypedStorage, offset: int = 0, nbytes: int | None = None) -> torch.Tensor:
-    """The bytes of a storage, or some of them, as a tensor."""
+    """The bytes of a storage, or some of them, as a tensor; of a real one as many without content, where all that is
+    made is without."""
     size = storage.nbytes() - offset if nbytes is None else nbytes
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, offset, (size,), (1,))
+    empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    if type(empty) is not torch.Tensor and storage.device.type != "meta":
+        return empty.new_empty(size)
+    return empty.set_(storage, offset, (size,), (1,))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1052,7 +1052,8 @@ class _Step(AbstractStep):
         if taken <= session._budget.allowed:
             return None
         calls = session._engine.begun if watch is not None and session._engine is not None else 0
-        return session._budget.refusal(taken, "the step", calls, taken, exact=True)
+        sure = watch is None or watch.recomputes
+        return session._budget.refusal(taken, "the step", calls, taken, exact=sure)
 
     @property
     def refused(self) -> BudgetInfeasible | None:

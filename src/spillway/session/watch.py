@@ -552,7 +552,14 @@ class StepWatch:
             enough = self._enough(peak) if windows and not needs.held else None
             if enough is not None:
                 smallest = min(smallest, max(most, enough, needs.step(0, level)[1]))
-            self._refuse(most, self._engine.begun, smallest, exact=bool(windows) and not in_backward())
+            sure = bool(windows) and not in_backward() and (enough is not None or self.recomputes)
+            self._refuse(most, self._engine.begun, smallest, exact=sure)
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether every block was to be: otherwise a step that may take more takes more."""
+        plans = [one.decision.plan for one in self.passes]
+        return all({*plan.actions, plan.otherwise} == {Action.RECOMPUTE} for plan in plans)
 
     def recomputing_again(self) -> Rise | None:
         """What another forward like the latest needs above what is there now, if every block is recomputed."""
