@@ -509,7 +509,7 @@ class StepWatch:
         own = 0 if report.kept_because else report.own_bytes
         own += 0 if number in one.revoked else report.beside_bytes
         if report.action not in RETURNING:  # then it is what the call runs on that is away, beside
-            own += report.moved_bytes
+            own += sum(call.inputs_gone().values())
         holds = one.holds[number]
         created = sum(forecast.gradients[number:]) if one.missing else 0
         # What a block saves goes as its backward goes on, and what was measured counts on that: not so what is leaving.

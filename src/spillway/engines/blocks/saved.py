@@ -128,13 +128,19 @@ class FrozenTensor:
         if self.spilled is not None:
             self.alias, self.spilled = self.spilled.fetch(), None
 
+    def held_elsewhere(self) -> Storage | None:
+        """Of one that was sent to a store, where it lies if somebody else has it still, as it was."""
+        sent = self.spilled is not None and isinstance(self.spilled.source, SpilledStorage)
+        return self.home.get() if sent and self.home is not None and not self.copied and not self.moved_on else None
+
     def thaw(self) -> Tensor:
         """The argument, for another call: a leaf, or a copy of one where the block writes to it."""
         if self.alias is not None:
             tensor = self.alias.detach()
         else:
             assert self.spilled is not None
-            tensor = self.spilled.fetch()
+            there = self.held_elsewhere()
+            tensor = self.spilled.over(there) if there is not None else self.spilled.fetch()
         if self.needs_grad:
             tensor.requires_grad_()
         if not self.written:
@@ -470,9 +476,9 @@ def come_back(every: Iterable[SavedTensor], arguments: Iterable[FrozenTensor]) -
 
 
 def waiting(every: Iterable[SavedTensor], arguments: Iterable[FrozenTensor]) -> list[Spilled]:
-    """What of these waits elsewhere, was read ahead, or is compressed."""
+    """What of these waits elsewhere, was read ahead, or is compressed, but for what others have in memory."""
     places = [saved.spilled for saved in every if saved.value is None]
-    places += [frozen.spilled for frozen in arguments]
+    places += [frozen.spilled for frozen in arguments if frozen.held_elsewhere() is None]
     return list(dict.fromkeys(place.source for place in places if place is not None))
 
 
