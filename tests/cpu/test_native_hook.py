@@ -559,10 +559,15 @@ def scripted() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.Adam(model.parameters())
 
 
-@pytest.mark.parametrize("build", [tied, sparse, remembering, scripted])
+@pytest.mark.parametrize(
+    ("build", "natively"), [(tied, True), (sparse, False), (remembering, False), (scripted, False)]
+)
 @pytest.mark.parametrize("method", ["lru", "auto"])
 def test_what_is_known_by_name_is_told_as_in_python(
-    method: str, build: Callable[[], tuple[nn.Module, torch.optim.Optimizer]], monkeypatch: pytest.MonkeyPatch
+    method: str,
+    build: Callable[[], tuple[nn.Module, torch.optim.Optimizer]],
+    natively: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, optimizer = build()
     batch = torch.arange(8), {"mask": torch.ones(8, 8)[::2], "numbers": 3}
@@ -580,10 +585,11 @@ def test_what_is_known_by_name_is_told_as_in_python(
         for _ in range(2):
             with memory.step(batch):
                 optimizer.step(loss)
-            told = session._named(batch)
+            assert (session._told_natively(batch) is not None) == natively
+            told = session._bytes_by_address(batch)
             with monkeypatch.context() as context:
                 context.setattr(session, "_native", None)
-                assert session._named(batch) == told
+                assert session._bytes_by_address(batch) == told
             assert sum(told.values()) > 8 * 8 * 4
 
 

@@ -952,13 +952,13 @@ class ArenaAllocator final : public c10::Allocator {
                    : outside              ? take_outside(nbytes, *step)
                                           : take(nbytes);
     if (memory == nullptr) {  // rule 4
-      c10::DataPtr outside = c10::GetDefaultCPUAllocator()->allocate(nbytes);
-      if (unwatched == nullptr || unwatched->holds_small(outside.get())) {
-        arena().born_outside(outside.get(), nbytes);
-        memory = outside.release_context();
+      c10::DataPtr given = c10::GetDefaultCPUAllocator()->allocate(nbytes);
+      if (unwatched == nullptr || unwatched->holds_small(given.get())) {
+        arena().born_outside(given.get(), nbytes);
+        memory = given.release_context();
         return {memory, memory, unwatched != nullptr ? unwatched->small_deleter() : &free, c10::Device(c10::DeviceType::CPU)};
       }
-      outside.clear();
+      given.clear();
       memory = unwatched->beyond(nbytes, c10::memoryProfilingEnabled());
     }
     report(memory, static_cast<std::int64_t>(nbytes));

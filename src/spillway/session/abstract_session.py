@@ -557,13 +557,11 @@ class Session(ABC):
         """Others."""
         yield from ((Kind.INPUT, leaf) for leaf in leaves(batch) if isinstance(leaf, torch.Tensor))
 
-    def _named(self, batch: Any) -> dict[int, Bytes]:
-        """Bytes of the storages of all these tensors, by the address of their memory."""
-        if self._native is not None:
-            beside = tuple(tensor for _, tensor in self._beside_models(batch))
-            usual: dict[int, Bytes] | None = self._native.named(tuple(self._models), tuple(self._optimizers), beside)
-            if usual is not None:
-                return usual
+    def _bytes_by_address(self, batch: Any) -> dict[int, Bytes]:
+        """Of the storages of all these tensors, by the address of their memory."""
+        usual = self._told_natively(batch)
+        if usual is not None:
+            return usual
         found: dict[int, Bytes] = {}
         for storage in storages(self._tensors(batch)):
             with contextlib.suppress(RuntimeError):  # some have a size, and no memory
@@ -572,7 +570,18 @@ class Session(ABC):
 
     def _named_bytes(self, batch: Any) -> Bytes:
         """Of all of them together."""
-        return sum(self._named(batch).values())
+        usual = self._told_natively(batch)
+        if usual is not None:
+            return sum(usual.values())
+        return sum(storage.nbytes() for storage in storages(self._tensors(batch)))
+
+    def _told_natively(self, batch: Any) -> dict[int, Bytes] | None:
+        """None where a tensor, a module or a state is of no usual kind, and without native code."""
+        if self._native is None:
+            return None
+        beside = tuple(tensor for _, tensor in self._beside_models(batch))
+        told: dict[int, Bytes] | None = self._native.named(tuple(self._models), tuple(self._optimizers), beside)
+        return told
 
     def _finish(self, report: StepReport) -> None:
         self.history.append(report)

@@ -247,7 +247,7 @@ class BlockSession(Session):
         self._handles = [one.register_step_pre_hook(self._optimizer_begins) for one in optimizers]
         self._handles += [one.register_step_post_hook(self._optimizer_ended) for one in optimizers]
         self._pages = blocks.page
-        self._named_blocks = blocks.names
+        self._names = blocks.names
         self._parts = tuple(modules_of(models))
         """All modules of the model when a step was last begun."""
         self._looked = 0
@@ -261,8 +261,8 @@ class BlockSession(Session):
 
     def _open_or_find(self) -> None:
         """Blocks that are named, or sharded by themselves; others are found in the step that is next."""
-        names = self._named_blocks if self._named_blocks is not None else sharded_blocks(self._model)
-        if names or self._named_blocks is not None:
+        names = self._names if self._names is not None else sharded_blocks(self._model)
+        if names or self._names is not None:
             replicated = self._model is not self._models[0]
             self._open([name.removeprefix("module.") for name in names] if replicated else names)
             return
@@ -685,7 +685,7 @@ class _Step(AbstractStep):
         self._signature = signature_of(self._batch)
         self._entered = self._family, self._signature, self._dimensions
         session._remember(large=session._paging is None or not session._paging.knows(self._entered[1:]))
-        known = session._named(self._batch)
+        known = session._bytes_by_address(self._batch)
         self._start = self._named = sum(known.values())
         if session._device.type == "cuda":
             self._start = session._meter.read()
