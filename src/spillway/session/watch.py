@@ -629,8 +629,7 @@ class StepWatch:
 
     def _on_top(self, one: Pass, number: int) -> Bytes:
         """What the call that begins is reckoned to hold besides while it runs: under a selective action as much as all
-        others need, where no call of such a block was seen. One whose inputs leave as it ends holds nothing: it never is
-        told to keep less."""
+        others need, where no call of such a block was seen. One whose inputs leave as it ends holds nothing."""
         action = one.decision.plan.action(number)
         if not one.floor or not action.selects:
             return max(one.holds.values(), default=0) if action is not Action.RECOMPUTE_OFFLOADED else -UNBOUNDED
