@@ -119,7 +119,7 @@ def test_a_handler_that_raises_waits_until_the_books_are_closed(number: int) -> 
     numbers = after_each_op()
     before = signal.signal(number, raises)
     try:
-        for line in range(300, 9000, 397):
+        for line in range(300, 12_000, 397):
             model, optimizer = fresh()
             with spillway.manage(model, optimizer, budget=TIGHT) as memory:
                 with pytest.raises(Fault), signal_at_line(number, line), memory.step():

@@ -97,7 +97,8 @@ class DeferredInterrupts:
 def by_signal(error: BaseException) -> bool:
     """Whether a signal's handler raised it while a step ran: what is run again will not raise it again."""
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
-    return any(frame.f_code is DeferredInterrupts._handle.__code__ for frame in frames)
+    ours = (DeferredInterrupts._handle.__code__, DeferredInterrupts._deliver.__code__)
+    return any(frame.f_code in ours for frame in frames)
 
 
 def deliver(pending: list[Callable[[], None]]) -> None:
