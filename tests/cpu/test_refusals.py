@@ -852,7 +852,7 @@ class Complex(nn.Module):
 
 
 @pytest.mark.parametrize("kind", [Adapted, Complex])
-@pytest.mark.parametrize("action", [Action.RECOMPUTE, Action.SELECTIVE, Action.OFFLOAD])
+@pytest.mark.parametrize("action", [Action.RECOMPUTE, Action.SELECTIVE])
 def test_what_recomputing_needs_is_enough_for_other_actions_and_so_is_more(action: Action, kind: Any) -> None:
     """They held as much on top while a block ran or went backward as had not been seen yet."""
 

@@ -70,9 +70,9 @@ class Dispatch:
         return self.native.uncounted(models, optimizers, asked) if self.native is not None else None
 
     @property
-    def handles(self) -> bool:
-        """Whether an op of this thread is under way."""
-        return self._watcher.within == threading.get_ident()
+    def between_ops(self) -> bool:
+        """Whether this thread, which is watched, runs code of the user's and no op."""
+        return self._watcher.watching and self._watcher.within != threading.get_ident()
 
     def hook(self) -> None:
         """From now on ops arrive at the native hook first, where there is one."""

@@ -224,7 +224,7 @@ class TensorEngine(AbstractTensorEngine):
                 storage.escaped |= before > 0 and ends[before - 1] > place[0]
 
     def takes_outside(self) -> bool:
-        return self.in_step and not self._dispatch.handles and not self._resizes
+        return self._dispatch.between_ops and not self._resizes
 
     @unheard
     def take_outside(self, nbytes: Bytes) -> bool:
