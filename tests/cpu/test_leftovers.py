@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from spillway.engines.tensors.torch_compile import begin_eagerly
+from spillway.engines.tensors.torch_patches import take_away
 from spillway.internals.dispatch_key import Watcher, unwatched
 from tests.cpu.interrupted import BATCH, Training
 from tests.cpu.leftovers import clean_up, nothing_left, world
@@ -95,3 +96,25 @@ def test_who_left_something_fails_and_the_next_one_does_not() -> None:
     KEPT.clear()
     with nothing_left(), Training().manage("lru") as memory, memory.step(BATCH):
         pass
+
+
+def test_what_is_taken_away_may_be_gone_when_its_turn_comes() -> None:
+    """As where another session is collected meanwhile, whose end takes it away too."""
+
+    class Original:
+        def first(self) -> int:
+            return 1
+
+    class Patched(Original):
+        pass
+
+    class Wrapper:
+        @property
+        def __wrapped__(self) -> Any:
+            if "first" in vars(Patched):
+                del Patched.first
+            return Original.first
+
+    cast(Any, Patched).first = Wrapper()
+    take_away(Patched, ("first",))
+    assert "first" not in vars(Patched)

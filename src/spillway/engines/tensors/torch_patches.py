@@ -202,7 +202,8 @@ def take_away(owner: Any, names: Sequence[str]) -> None:
         if original is None:
             continue
         if any(vars(base).get(name) is original for base in owner.__mro__[1:]):
-            delattr(owner, name)
+            with contextlib.suppress(AttributeError):  # a collection of garbage has taken all away meanwhile
+                delattr(owner, name)
         else:
             setattr(owner, name, original)
 
