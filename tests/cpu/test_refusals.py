@@ -851,6 +851,21 @@ class Complex(nn.Module):
         return out
 
 
+def with_adam(model: nn.Module, x: Tensor, budget: Bytes, action: Action) -> BudgetInfeasible | Bytes:
+    """What three steps of what is trained take at most, or are refused with."""
+    optimizer = torch.optim.AdamW(one for one in model.parameters() if one.requires_grad)
+    with spillway.manage(model, optimizer, budget=budget, method=Checkpoint(action)) as memory:
+        try:
+            for _ in range(3):
+                with memory.step(x):
+                    model(x).abs().square().mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+        except BudgetInfeasible as refusal:
+            return refusal
+        return max(report.peak_bytes for report in memory.history)
+
+
 @pytest.mark.parametrize("kind", [Adapted, Complex])
 @pytest.mark.parametrize("action", [Action.RECOMPUTE, Action.SELECTIVE])
 def test_what_recomputing_needs_is_enough_for_other_actions_and_so_is_more(action: Action, kind: Any) -> None:
@@ -859,18 +874,7 @@ def test_what_recomputing_needs_is_enough_for_other_actions_and_so_is_more(actio
     def trained(action: Action, budget: Bytes) -> BudgetInfeasible | Bytes:
         torch.manual_seed(0)
         model = nn.Sequential(*(kind() for _ in range(4)))
-        x = torch.randn(1024, 64, dtype=next(model.parameters()).dtype)
-        optimizer = torch.optim.AdamW(one for one in model.parameters() if one.requires_grad)
-        with spillway.manage(model, optimizer, budget=budget, method=Checkpoint(action)) as memory:
-            try:
-                for _ in range(3):
-                    with memory.step(x):
-                        model(x).abs().square().mean().backward()
-                        optimizer.step()
-                        optimizer.zero_grad()
-            except BudgetInfeasible as refusal:
-                return refusal
-            return max(report.peak_bytes for report in memory.history)
+        return with_adam(model, torch.randn(1024, 64, dtype=next(model.parameters()).dtype), budget, action)
 
     enough = trained(Action.RECOMPUTE, 1 << 30)
     assert isinstance(enough, int)
@@ -908,17 +912,7 @@ def _under(action: Action, budget: Bytes, kind: type[nn.Sequential]) -> BudgetIn
     torch.manual_seed(0)
     left: dict[str, Tensor] = {}
     model, x = kind(*(Biased(left, first=not number) for number in range(5))), torch.randn(1024, 64)
-    optimizer = torch.optim.AdamW(model.parameters())
-    with spillway.manage(model, optimizer, budget=budget, method=Checkpoint(action)) as memory:
-        try:
-            for _ in range(3):
-                with memory.step(x):
-                    model(x).square().mean().backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
-        except BudgetInfeasible as refusal:
-            return refusal
-        return max(report.peak_bytes for report in memory.history)
+    return with_adam(model, x, budget, action)
 
 
 def test_what_the_step_before_left_outside_of_the_model_is_no_obstacle_to_telling() -> None:

@@ -554,7 +554,7 @@ class Session(ABC):
                             yield from ((states, leaf) for leaf in leaves(value) if isinstance(leaf, tensor))
 
     def _beside_models(self, batch: Any) -> Iterator[tuple[Kind, torch.Tensor]]:
-        """Others."""
+        """What is known by name besides: the batch."""
         yield from ((Kind.INPUT, leaf) for leaf in leaves(batch) if isinstance(leaf, torch.Tensor))
 
     def _bytes_by_address(self, batch: Any) -> dict[int, Bytes]:
