@@ -208,6 +208,23 @@ def test_copies_that_are_late_change_what_is_promised_and_not_the_plan() -> None
     assert before.projected * 1.05 <= after.projected <= after.available
 
 
+def test_what_a_plan_took_at_most_is_promised_where_it_took_less_than_it_says() -> None:
+    """Of its own size: what shares it may take as much as it says."""
+    training = learned(117)
+    for tokens in (116, 116, 117):
+        training.step(tokens)
+    known = training.method._latest
+    assert known is not None
+    assert known.moves
+    known.taken, training.made, said = 0, 0, known.plan.projected
+    least, most = int(0.8 * said), int(0.9 * said)
+    assert [training.step(117, taken=taken).projected for taken in (least, most, least, least)] == [
+        said, least, most, most,
+    ]  # fmt: skip
+    assert training.step(116, taken=least).projected == said
+    assert (training.step(117).projected, training.method._over, training.made) == (most, 0, 0)
+
+
 @pytest.mark.parametrize("tokens", [50, 110])
 def test_what_every_step_takes_beyond_its_plan_is_not_forgotten(tokens: int) -> None:
     """With nothing moved, and with copies."""

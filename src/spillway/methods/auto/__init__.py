@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import ceil, floor, inf, log
 from statistics import median
@@ -67,6 +67,8 @@ FORGETS: Final = 0.99
 """How much of a miss of a plan is left after every step that is as planned."""
 LATELY: Final = 8
 """Steps by which it is known how much longer than their plans say they take."""
+STEADY: Final = 0.01
+"""What steps are told to take is not told anew where it would change by less than this share."""
 SPARE: Final = 0.005
 """A plan is made again when what is available is so much more or less than what it was made for."""
 FEW: Final = 12
@@ -81,7 +83,7 @@ FASTER: Final = 1.3
 `benchmarks/auto_planner.py` such plans take .4 % of a plain step more than new ones, in the mean."""
 LONGER: Final = 0.01
 """Nor are those with which its step takes no more than so much longer, as a share of the plain step."""
-VARIED: Final = 4
+VARIED: Final = 2
 """Buckets after which sizes count as varied: what is new is planned for the largest numbers of its bucket, and before
 for the largest that were seen, so that a training of few sizes loses no room."""
 PLANS: Final = 4096
@@ -220,30 +222,46 @@ class Auto(AbstractBlockMethod):
         Raises ValueError before every block was measured.
         """
         bucket = self._bucket(size)
-        largest = self._largest.get(bucket)
-        if largest is None or any(mine > known for mine, known in zip(size, largest, strict=True)):
-            largest = tuple(map(max, size, largest or size))
-            if len(self._largest) >= VARIED and len(bucket) == len(size) and self._bytes.settled:
-                largest = tuple(map(max, of_lengths(size, _last, batched=self._options.batched), largest))
-            self._plans.pop(bucket, None)
-        self._largest[bucket] = largest
         known = self._plans.get(bucket)
+        if known is None or size not in known.sizes:
+            known = self._covering(size, bucket, known)
+        largest = self._largest[bucket]
         if known is None or abs(available - known.plan.available) > SPARE * known.plan.available:
             if len(self._plans) >= PLANS:
                 self._plans.clear()
                 self._largest = {bucket: largest}
             known = self._plans[bucket] = self._planned(largest, available, Effort.FIRST)
-        elif known.uses >= POLISHED and known.gives_up and known.plan.holds and not self._suits(known):
+        elif known.uses >= POLISHED and known.gives_up and known.holds and not self._suits(known):
             known = self._plans[bucket] = self._planned(largest, available, Effort.POLISH)
-        if not known.plan.holds and known.plan.size != size:
+        if not known.holds and known.plan.size != size:
             self._alone.add(bucket)
             return self.plan(size, available)
+        known.sizes.add(size)
         known.uses += 1
         self._latest = known
         projected = known.plan.projected
         if self._late and known.moves:
             projected = max(min(ceil(projected * (1 + self._late)), available), projected)
-        return replace(known.plan, projected=projected, step_seconds=known.plan.step_seconds * self._pace)
+        if known.taken and known.holds and size == known.plan.size:
+            projected = min(known.taken, projected)
+        told = known.told
+        if told is None or told.projected != projected or abs(self._pace - known.pace) > STEADY * known.pace:
+            seconds = known.plan.step_seconds * self._pace
+            told = known.told = replace(known.plan, projected=projected, step_seconds=seconds)
+            known.pace = self._pace
+        return told
+
+    def _covering(self, size: InputSize, bucket: InputSize, known: _Remembered | None) -> _Remembered | None:
+        """The bucket's plan if it is for sizes as large as this; what one is to be made for otherwise."""
+        largest = self._largest.get(bucket)
+        if largest is not None and all(mine <= known for mine, known in zip(size, largest, strict=True)):
+            return known
+        largest = tuple(map(max, size, largest or size))
+        if len(self._largest) >= VARIED and len(bucket) == len(size) and self._bytes.settled:
+            largest = tuple(map(max, of_lengths(size, _last, batched=self._options.batched), largest))
+        self._plans.pop(bucket, None)
+        self._largest[bucket] = largest
+        return None
 
     def _bucket(self, size: InputSize) -> InputSize:
         bucket = of_lengths(size, _edge, batched=self._options.batched)
@@ -260,7 +278,7 @@ class Auto(AbstractBlockMethod):
         made = self._made(size, available, problem, found)
         return _Remembered(
             made, problem, found, effort, (problem.out_rate, problem.in_rate), found.outcome.seconds,
-            gives_up=bool(made.given_up), moves=any(action.moves for action in made.actions),
+            gives_up=bool(made.given_up), moves=any(action.moves for action in made.actions), holds=made.holds,
         )  # fmt: skip
 
     def _made(self, size: InputSize, available: Bytes, problem: BlockProblem, found: Planned) -> BlockPlan:
@@ -295,7 +313,8 @@ class Auto(AbstractBlockMethod):
             return False
         planned = Planned(choice=known.planned.choice, outcome=outcome)
         made = self._made(known.plan.size, known.plan.available, problem, planned)
-        known.problem, known.planned, known.plan = problem, planned, made
+        known.problem, known.planned, known.plan, known.told = problem, planned, made, None
+        known.holds = made.holds
         return made.holds
 
     def end(self, step: StepSample, blocks: Sequence[BlockSample] = ()) -> None:
@@ -317,6 +336,8 @@ class Auto(AbstractBlockMethod):
             changed |= self._learn_excess(step, known, moved=any(sample.action.moves for sample in blocks))
         if changed:
             self._plans.clear()
+        elif known is not None and known.moves and step.size == known.plan.size:
+            known.taken = max(known.taken, step.peak)
         self._steps += collecting
         for action in {sample.action for sample in blocks} & {*self._pending}:
             self._pending[action] -= 1
@@ -330,10 +351,12 @@ class Auto(AbstractBlockMethod):
             self._over = (1 + self._over) * step.peak / step.projected - 1 + CUSHION
             return True
         over = late = 0.0
+        projected = step.projected
         if known is not None and known.plan.projected > 0:
             over, late = step.peak / known.planned.outcome.peak - 1, step.peak / known.plan.projected - 1
-        if step.peak > step.projected:
-            late = (1 + self._late) * step.peak / step.projected - 1 + CUSHION
+            projected = max(projected, known.plan.projected)
+        if step.peak > projected:
+            late = (1 + self._late) * step.peak / projected - 1 + CUSHION
         if moved:
             self._over, self._late = self._over * FORGETS, max(self._late * FORGETS, late)
         else:
@@ -380,6 +403,17 @@ class _Remembered:
     """Whether there is a block that it does not keep."""
     moves: bool
     """Whether it moves anything."""
+    holds: bool
+    """Whether it is expected to stay within what is available."""
+    sizes: set[InputSize] = field(default_factory=set)
+    """That have used it."""
+    told: BlockPlan | None = None
+    """As it was told last."""
+    pace: float = 1.0
+    """By which its seconds were multiplied then."""
+    taken: Bytes = 0
+    """The most that steps of its own size have taken. What is on its way out when a block begins is expected to be
+    there at its peak, and often is gone by then."""
     uses: int = 0
     """How many steps it was used in."""
     due: float = inf
