@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from spillway.errors import SpillwayError
 from tests.cpu.world import Instruction, World, action
 
 
@@ -272,6 +273,8 @@ def out(world: World, i: Instruction) -> Any:
         try:
             with _bytes_for_all_elements(target):
                 made = calls[i.c % len(calls)]()
+        except SpillwayError:
+            raise
         except Exception:
             target.zero_()  # it may have been given a size and no content
             raise
