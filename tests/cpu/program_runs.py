@@ -211,7 +211,9 @@ class Needs(Counting):
         self.after()
 
     def after(self) -> None:
-        """What is read between two ops may have to be recomputed beside a result that dies soon."""
+        """What is read between two ops may have to be recomputed beside a result that dies soon. What was loaded may
+        lie there before any op reads it, in storages that cannot be resized."""
+        self.engine._meet_what_is_left()
         storages = list(self.engine.table.values())
         self.stuck = max(self.stuck, sum(s.nbytes for s in storages if s.nbytes < SMALLEST_MOVABLE or s.escaped))
 
