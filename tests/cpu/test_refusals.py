@@ -105,6 +105,18 @@ def test_a_refusal_names_what_works_whatever_becomes_of_blocks(action: Action) -
     assert refused(_Cells(), torch.randn(32, 16), refusal.smallest_budget, Checkpoint(action)) is None
 
 
+def test_what_blocks_are_called_with_is_named_where_it_stays_and_not_where_it_waits_elsewhere() -> None:
+    def trained(budget: Bytes) -> BudgetInfeasible | None:
+        model = nn.Sequential(*(Widening() for _ in range(24)))
+        return refused(model, torch.randn(1024, 64), budget, Checkpoint(Action.RECOMPUTE_OFFLOADED))
+
+    refusal = trained(1_200_000)
+    assert refusal is not None
+    assert refusal.op_index == 0
+    assert trained(refusal.smallest_budget) is None
+    assert trained(int(refusal.smallest_budget / block_refusal_cases.TOO_MUCH)) is not None
+
+
 @pytest.mark.parametrize("case", [CASES["language"], CASES["tree"], MASKED], ids=str)
 @pytest.mark.parametrize("budget", [40_000, 250_000])
 def test_a_method_that_takes_a_multiple_of_the_budget_at_most_names_what_the_whole_step_takes(

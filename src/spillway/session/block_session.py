@@ -865,10 +865,11 @@ class _Step(AbstractStep):
             return None  # a sharded model has no copy without content
         return least(call, environment_of(self._session._model, self._session._generators), enough)
 
-    def recomputing(self, call: Call, *, loss: bool = True) -> Rise | None:
+    def recomputing(self, call: Call, *, loss: bool = True, action: Action = Action.RECOMPUTE) -> Rise | None:
         if self._session._takes_shards:
             return None
-        rise = recomputing(call, environment_of(self._session._model, self._session._generators), loss=loss)
+        environment = environment_of(self._session._model, self._session._generators)
+        rise = recomputing(call, environment, loss=loss, action=action)
         if rise is None:
             return None
         slack = max(rise.now, rise.later) // SAMPLES + call.engine.print_bytes

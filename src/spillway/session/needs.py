@@ -7,7 +7,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple, TypeAlias, cast, final
+from typing import Any, Final, NamedTuple, NoReturn, TypeAlias, cast, final
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -21,10 +21,12 @@ from spillway.engines.environment import Environment
 from spillway.engines.tensors.optimizers import Update, assumed, grows, update_of
 from spillway.engines.tensors.tally import Tally
 from spillway.engines.tensors.twins import results_of, unseen, untouched, usual_loss, without_content
+from spillway.errors import SpillError
 from spillway.internals.interrupts import by_signal
 from spillway.internals.private import grad_mode, heard
 from spillway.methods.actions import Action
-from spillway.units import Bytes
+from spillway.tiers.transfer import Store, Transfer
+from spillway.units import Bytes, Seconds
 
 Kept: TypeAlias = tuple[Hashable, ...]
 """Of an optimizer: which it is, how many parameters have state, and of each group how many it updates, and how."""
@@ -111,10 +113,12 @@ class Rise(NamedTuple):
         return max(self.now, self.later + self.state) + self.slack
 
 
-def recomputing(call: Call, environment: Environment, *, loss: bool = True) -> Rise | None:
-    """Of a forward and backward in which every block is recomputed, with a loss that needs what the usual ones do, or
-    one that needs nothing. None where the model does not run on tensors without content."""
-    peaks = _peaks(call, environment, _go_back if loss else _descend, taught=False, times=2)
+def recomputing(
+    call: Call, environment: Environment, *, loss: bool = True, action: Action = Action.RECOMPUTE
+) -> Rise | None:
+    """Of a forward and backward in which every block is recomputed, as this action has it, with a loss that needs what
+    the usual ones do, or one that needs nothing. None where the model does not run on tensors without content."""
+    peaks = _peaks(call, environment, _go_back if loss else _descend, taught=False, times=2, action=action)
     return Rise(peaks[0].peak, peaks[1].peak, peaks[0].sure) if peaks else None
 
 
@@ -145,6 +149,7 @@ def _peaks(
     trains: bool = True,
     taught: bool = True,
     times: int = 1,
+    action: Action = Action.RECOMPUTE,
 ) -> list[Tally]:
     """Of so many forwards, one after the other; none where that cannot be told."""
     model = call.engine.model
@@ -158,7 +163,9 @@ def _peaks(
     try:
         with quiet(), reach.substituted(), untouched(model), around, grad_mode(enabled=trains):
             twin = without_content(model, fake)
-            with fake, BlockEngine(twin, call.engine.blocks, actions=lambda block, call: Action.RECOMPUTE) as engine:
+            with fake, BlockEngine(twin, call.engine.blocks, actions=lambda block, call: action) as engine:
+                engine.send_to(Store(_Away()))
+                engine.read_ahead = 0
                 if taught:
                     engine.learn_from(call.engine)
                 return [_run(twin, call, engine, goes_on, Tally(least=taught, adds=True)) for _ in range(times)]
@@ -197,6 +204,34 @@ def _random_states(held: Callable[[list[Any]], None]) -> Iterator[None]:
         _hearers.pop(threading.get_ident(), None)
         if not _hearers and functions.get_rng_state is _heard_rng_state:
             functions.get_rng_state = _rng_state
+
+
+@final
+class _Away:
+    """Where storages without content wait: each is gone at once, and comes back when it is asked for."""
+
+    def takes(self, tensor: torch.Tensor) -> bool:
+        return tensor.device.type == "cpu"
+
+    def start_out(self, transfer: Transfer) -> None:
+        transfer.slot, transfer.source = self, None
+
+    def start_in(self, transfer: Transfer) -> NoReturn:
+        raise SpillError("Nothing is read ahead.")
+
+    def finish_in(self, transfer: Transfer, arrival: Any) -> torch.UntypedStorage:
+        return torch.empty(transfer.nbytes, dtype=torch.uint8).untyped_storage()
+
+    def free(self, transfer: Transfer) -> bool:
+        return True
+
+    def busy(self) -> tuple[Seconds, Seconds]:
+        return 0.0, 0.0
+
+    def _nothing(self, *args: Any) -> None:
+        """There are no copies."""
+
+    sender_let_go = finish_out = reap = settle = abandon = take_back = begin_step = close = _nothing
 
 
 class _Fake(FakeTensorMode):  # type: ignore[no-untyped-call]

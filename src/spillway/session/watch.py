@@ -209,9 +209,10 @@ class Foresight(Protocol):
     def update(self) -> Bytes:
         """What their update needs above what is there when a step begins: gradients, state and temporaries."""
 
-    def recomputing(self, call: Call, *, loss: bool = True) -> Rise | None:
-        """What it and its backward need, if every block is recomputed, and the next one like it beside the state that
-        optimizers have by then; None where that cannot be told. The loss needs what the usual ones do, or nothing."""
+    def recomputing(self, call: Call, *, loss: bool = True, action: Action = Action.RECOMPUTE) -> Rise | None:
+        """What it and its backward need, if every block is recomputed, as this action has it, and the next one like it
+        beside the state that optimizers have by then; None where that cannot be told. The loss needs what the usual
+        ones do, or nothing."""
 
     @property
     def hears_all(self) -> bool:
@@ -696,11 +697,18 @@ class StepWatch:
     def _refuse_above(self, taken: Bytes, number: int) -> None:
         if taken > self._budget.allowed:
             level, call = self._begins_with or (0, None)
-            rise = self._foresight.recomputing(call) if call is not None else None
+            rise = self._foresight.recomputing(call, action=self._least_action) if call is not None else None
             told = level - self._died + rise.most if rise is not None else 0
             if rise is None or told < taken:  # that has been told wrong, or cannot be told
                 self._refuse(taken, number, self._reckoned(taken), exact=False)
             self._refuse(taken, number, told, exact=rise.sure)
+
+    @property
+    def _least_action(self) -> Action:
+        """How blocks are recomputed where room is short: on what waits elsewhere, where the plan is to send that."""
+        plan = self.passes[-1].decision.plan
+        sends = {*plan.actions, plan.otherwise} == {Action.RECOMPUTE_OFFLOADED} and not self._engine.spill_full
+        return Action.RECOMPUTE_OFFLOADED if sends else Action.RECOMPUTE
 
     def _enough(self, seen: Bytes) -> Bytes | None:
         """For a step that took so much until now, loss included, and for the next one like it, by the latest forward:

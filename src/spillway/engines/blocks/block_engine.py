@@ -344,6 +344,10 @@ class BlockEngine:
             return 0, 0, 0, 0.0, 0.0
         return store.sent, store.bytes_out, store.bytes_in, store.room_seconds, store.data_seconds
 
+    def send_to(self, store: Store) -> None:
+        """What is to wait elsewhere waits there, in an engine that has sent nothing yet."""
+        self._runtime.store = store
+
     def wait_out(self, nbytes: Bytes) -> None:
         """Wait until so many of the bytes that are leaving have left, or all. Raises SpillFullError if there was no
         room for them."""

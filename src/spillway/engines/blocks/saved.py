@@ -33,6 +33,7 @@ class SpilledTensor(NamedTuple):
 
     source: Spilled
     dtype: torch.dtype
+    device: torch.device
     offset: int
     size: torch.Size
     stride: tuple[int, ...]
@@ -40,11 +41,11 @@ class SpilledTensor(NamedTuple):
     @classmethod
     def of(cls, source: Spilled, tensor: Tensor) -> Self:
         """The tensor, in a storage that waits there."""
-        return cls(source, tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride())
+        return cls(source, tensor.dtype, tensor.device, int(tensor.storage_offset()), tensor.size(), tensor.stride())
 
     def over(self, storage: Storage) -> Tensor:
         """The tensor, over the storage that came back."""
-        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
+        empty = torch.empty(0, dtype=self.dtype, device=self.device)
         return empty.set_(storage, self.offset, self.size, self.stride)
 
     def fetch(self) -> Tensor:
@@ -499,10 +500,14 @@ def _movable(tensor: Tensor, store: Store) -> bool:
 
 def may_leave(value: Any) -> bool:
     """Whether it is a tensor whose storage could wait elsewhere, and is worth that."""
-    return isinstance(value, Tensor) and _is_plain(value) and counted_storage(value).nbytes() >= SMALLEST
+    return type(value) in PLAIN and _is_strided(value) and counted_storage(value).nbytes() >= SMALLEST
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    if type(tensor) is not Tensor or tensor.layout is not torch.strided:
+    return type(tensor) is Tensor and _is_strided(tensor)
+
+
+def _is_strided(tensor: Tensor) -> bool:
+    if tensor.layout is not torch.strided:
         return False
     return not (tensor.is_conj() or tensor.is_neg() or tensor.is_nested)
