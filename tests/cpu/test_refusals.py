@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -489,6 +489,51 @@ def test_what_linear_algebra_takes_for_itself_is_told(name: str) -> None:
         with Tally([given, *ends]) as tally:
             run()
         assert abs(taken(run) - tally.peak) <= given.nbytes // 5
+
+
+def _operands() -> dict[str, tuple[Callable[..., Any], Sequence[Tensor]]]:
+    torch.manual_seed(0)
+    single, whole = torch.randn(64, 128), torch.randint(1, 5, (64, 128))
+    pairs, several, short = torch.randn(64, 128, dtype=torch.cfloat), torch.randn(4, 64, 64, dtype=torch.cfloat), 0.5
+    return {
+        "conjugate times": (lambda a: a.conj() @ a.mT, [pairs]),
+        "conjugate turned times": (lambda a: a.mH @ a, [pairs]),
+        "conjugates of a batch": (lambda a: a.mH @ a, [several]),
+        "every other column": (lambda a: a[:, ::2] @ a[:, ::2].mT, [single]),
+        "every other column of a batch": (lambda a: a[:, :, ::2] @ a[:, :, ::2].mT, [several]),
+        "a column": (lambda a: a.mH.conj() @ a[:, :1], [pairs]),
+        "linear": (lambda a, b: nn.functional.linear(a, b), [pairs, pairs[:32].clone()]),
+        "bias": (lambda a, b: torch.addmm(b[:, 0], a, b.mT), [pairs, pairs[:32].clone()]),
+        "convolution": (lambda a, b: nn.functional.conv1d(a, b), [several, several[:, :, :3].clone()]),
+        "doubles": (lambda a, b: a * b, [single, single.double()]),
+        "doubles, written": (lambda a, b: (a * 2).add_(b * 2), [single, single.double()]),
+        "half as long": (lambda a, b: a + b, [single, single.bfloat16()]),
+        "a mask": (lambda a, b: a * (b > 2), [single, whole]),
+        "compared": (lambda a, b: (a > b).sum(), [single, whole]),
+        "compared with a number": (lambda a: a == short, [whole]),
+        "divided": (lambda a: a / 3, [whole]),
+        "chosen": (lambda a, b: torch.where(a > 0, a, b), [single, single.double()]),
+        "absolute": (torch.abs, [pairs]),
+        "summed": (lambda a: a.sum(0, dtype=torch.float32), [single.bfloat16()]),
+    }
+
+
+@pytest.mark.parametrize("name", _operands())
+def test_what_operands_are_copied_to_is_told(name: str) -> None:
+    """To the type that is computed in, or to where the kernel of a product reads them."""
+    function, given = _operands()[name]
+    given = [one.requires_grad_(one.is_floating_point() or one.is_complex()) for one in given]
+    made = function(*given)
+
+    def backward() -> Any:
+        wanted = [one for one in given if one.requires_grad]
+        return torch.autograd.grad(made, wanted, torch.ones_like(made), retain_graph=True)
+
+    for run in (lambda: function(*given), *([backward] if made.requires_grad else [])):
+        run()
+        with Tally([*given, made], adds=True) as tally:
+            run()
+        assert abs(taken(run) - tally.peak) <= 1024
 
 
 def test_of_a_matrix_exponential_it_is_told_what_is_enough_and_what_cannot_be_less() -> None:

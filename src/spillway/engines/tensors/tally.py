@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -141,8 +142,85 @@ def _shorter(query: torch.Tensor) -> Bytes:
     return query.itemsize if query.itemsize < 4 else 0
 
 
+_ARITHMETIC: Final = (
+    "add", "sub", "rsub", "mul", "div", "pow", "fmod", "remainder", "maximum", "minimum", "atan2", "where", "addcmul",
+    "addcdiv", "eq", "ne", "lt", "le", "gt", "ge", "exp", "log", "sqrt", "rsqrt", "sin", "cos", "tanh", "sigmoid",
+    "reciprocal", "abs", "angle",
+)  # fmt: skip
+"""Ops that compute in one type, which on the CPU operands of others are cast to first."""
+_IN_PLACE: Final = ("add_", "sub_", "mul_", "div_", "addcmul_", "addcdiv_")
+
+
+def _of_casts(args: Sequence[Any], out: Any) -> Bytes:
+    """Operands in the type that is computed in; a result that is real, where that is not, as well."""
+    given = [one for one in args if isinstance(one, torch.Tensor)]
+    if not given or not isinstance(out, torch.Tensor) or out.device.type != "cpu":
+        return 0
+    if out.dtype is torch.bool:  # of a comparison
+        dtype = torch.result_type(args[0], args[1]) if len(args) > 1 else given[0].dtype
+    else:
+        given = given[1:] if len(given) > 2 and given[0].dtype is torch.bool else given  # of `where` and its condition
+        dtype = out.dtype
+        if given[0].is_complex() and not dtype.is_complex:
+            return int(out.numel()) * given[0].itemsize
+    return sum(int(one.numel()) * dtype.itemsize for one in given if one.dtype is not dtype)
+
+
+def _of_casts_in_place(args: Sequence[Any], out: Any) -> Bytes:
+    """The same, and what is written to in that type, before and after."""
+    given = [one for one in args if isinstance(one, torch.Tensor)]
+    dtype = functools.reduce(torch.promote_types, (one.dtype for one in given if one.dim() or not out.dim()))
+    if out.device.type != "cpu":
+        return 0
+    cast = sum(int(one.numel()) * dtype.itemsize for one in given if one.dtype is not dtype)
+    return cast + (int(out.numel()) * dtype.itemsize if out.dtype is not dtype else 0)
+
+
+def _of_sum(args: Sequence[Any], out: Any) -> Bytes:
+    """What is summed, in the type of the sum."""
+    x = args[0]
+    return int(x.numel()) * out.itemsize if x.device.type == "cpu" and x.dtype is not out.dtype else 0
+
+
+def _of_product(args: Sequence[Any], out: Any) -> Bytes:
+    """Copies of matrices that lie neither row by row nor column by column, and of conjugates that are not turned."""
+    if out.device.type != "cpu":
+        return 0
+    column = int(out.shape[1]) == 1  # is made column by column
+    return sum(_copied(one, turned=column) for one in _matrices(args))
+
+
+def _of_batched_product(args: Sequence[Any], out: Any) -> Bytes:
+    """Copies of conjugates, and of one pair of matrices at a time of others."""
+    if out.device.type != "cpu":
+        return 0
+    given = _matrices(args)
+    copied = sum(int(one.numel()) * one.itemsize for one in given if one.is_conj())
+    others = [one[0] for one in given if not one.is_conj() and one.shape[0]]
+    return copied + sum(_copied(one, turned=False) for one in others)
+
+
+def _matrices(args: Sequence[Any]) -> list[torch.Tensor]:
+    last = [one for one in args if isinstance(one, torch.Tensor)][-2:]
+    return [one for one in last if one.layout is torch.strided and not one.is_nested]
+
+
+def _copied(matrix: torch.Tensor, *, turned: bool) -> Bytes:
+    rows, columns = map(int, matrix.shape)
+    lies = matrix.stride(1) == 1 and matrix.stride(0) >= max(columns, 1)
+    lies_turned = matrix.stride(0) == 1 and matrix.stride(1) >= max(rows, 1)
+    plain, other = (lies_turned, lies) if turned else (lies, lies_turned)
+    fine = not matrix.is_conj() if plain else other
+    return 0 if fine else rows * columns * matrix.itemsize
+
+
 _WITHIN: Final[Mapping[str, Callable[[Sequence[Any], Any], Bytes]]] = MappingProxyType(
     {
+        **{f"aten::{name}": _of_casts for name in _ARITHMETIC},
+        **{f"aten::{name}": _of_casts_in_place for name in _IN_PLACE},
+        **{f"aten::{name}": _of_sum for name in ("sum", "mean")},
+        **{f"aten::{name}": _of_product for name in ("mm", "addmm")},
+        **{f"aten::{name}": _of_batched_product for name in ("bmm", "baddbmm")},
         "aten::_scaled_dot_product_flash_attention_for_cpu": _of_attention,
         "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _of_attention_backward,
         "aten::convolution": within_convolution,
