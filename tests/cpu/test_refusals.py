@@ -419,6 +419,26 @@ def test_what_a_convolution_takes_for_itself_is_told(name: str) -> None:
     assert misses(name) == []
 
 
+_cpu: Any = torch.cpu
+_SHORT = _cpu._is_avx512_supported() and not _cpu._is_amx_tile_supported()
+
+
+@pytest.mark.skipif(not _SHORT, reason="told of processors with AVX-512 and without tiles")
+@pytest.mark.parametrize("name", ["3x3", "strided", "1x1", "odd channels", "dilated", "3d", "transposed"])
+def test_what_gradients_of_short_convolutions_take_is_told(name: str) -> None:
+    make, shape = CONVOLUTIONS[name]
+    convolution, x = make().bfloat16(), torch.randn(shape, dtype=torch.bfloat16, requires_grad=True)
+    made = convolution(x)
+    gradient, wanted = torch.ones_like(made), [x, *convolution.parameters()]
+
+    def run() -> Any:
+        return torch.autograd.grad(made, wanted, gradient, retain_graph=True)
+
+    with Tally([*wanted, gradient, made]) as tally:
+        run()
+    assert taken(run) == pytest.approx(tally.peak, rel=0.01)
+
+
 def test_what_convolutions_take_is_told_of_processors_without_avx512_too() -> None:
     code = "from tests.cpu import taken_by_ops; taken_by_ops.main()"
     ran = run_python(code, ONEDNN_MAX_CPU_ISA="AVX2")

@@ -4,7 +4,7 @@ NOTE [Convolutions]. oneDNN has its kernels read and write channels in blocks of
 else of 8: what they are given is copied into blocks, and what they made is copied back. Where no such kernel is made
 for the shape it unfolds one image after the other, in every thread, and multiplies matrices. Torch's own kernels, for
 double precision and for what is small, unfold whole batches. Which is chosen is read off oneDNN 3.12, as torch 2.13 has
-it; in half precision it is not told what kernels take to turn operands around.
+it; in half precision what kernels take to turn operands around is told as AVX-512 has it, without tiles.
 """
 
 from __future__ import annotations
@@ -373,8 +373,16 @@ def _weights(this: _Convolution) -> Bytes:
     made = this.weights(block, 1 if flat else block)
     own = made + this.result(block) + (0 if flat else this.read(block)) + _reduced(this, block)
     apart = _parts(this, block)
-    own += (apart - 1) * made + (_ADDING if apart > 1 else 0)
+    own += (apart - 1) * made + (_ADDING if apart > 1 else 0) + _in_pairs(this, block, made)
     return max(own + this.bias(block), made + this.weights() + 2 * this.bias(block))
+
+
+def _in_pairs(this: _Convolution, block: int, made: Bytes) -> Bytes:
+    """In half precision: weights that are added up in full, and in every thread one image read and made in pairs."""
+    if this.itemsize != 2 or this.groups > 1:
+        return 0
+    pictures = (this.read(block) + this.result(block)) // this.batch
+    return 2 * made + (0 if this.points else this.threads * pictures + _ADDING)
 
 
 def _unfolding_weights(this: _Convolution) -> Bytes:
