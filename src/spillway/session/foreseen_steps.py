@@ -20,7 +20,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
-from itertools import dropwhile, islice
+from itertools import dropwhile
 from typing import Any, Final, final
 
 import numpy as np
@@ -42,7 +42,7 @@ from spillway.pilots.program import Program
 from spillway.pilots.referee import Referee
 from spillway.recording.path_recorder import ForwardRecorder
 from spillway.session.inputs import leaves
-from spillway.session.planned_steps import device_here
+from spillway.session.planned_steps import StoppedClock, device_here
 from spillway.units import Seconds
 
 SHARE: Final = 0.5
@@ -175,7 +175,8 @@ class ForeseenSteps:
     def _around(self, inner: Around | None) -> Around:
         """What hears of each op; here the engine knows what the step begins with."""
         self._over, self._asked, self._ends = False, -2, []
-        self._clock = _ComputeClock(self._engine)
+        stalls = self._engine.controller.counters.stalls
+        self._clock = StoppedClock(lambda: stalls, len(stalls))
         if self.referee is None:
             device, room = device_here(self._engine, ()), max(int(self._engine.budget.allowed * SHARE), 1)
             self.referee = Referee(self._program, self._pilots, device=device, room=room)
@@ -198,7 +199,10 @@ class ForeseenSteps:
                 if self._over:
                     return handler(mode, func, types, args, kwargs)
                 if torch._C._current_graph_task_id() >= 0 and not self._recorder.in_module:
-                    self._backward_begins(lift=inner is None)
+                    self._policy.begin_backward(self._engine.controller.clock)
+                    self._forward_is_over()
+                    if inner is None:
+                        self._engine.record_no_further()
                     return handler(mode, func, types, args, kwargs)
                 return self._written_down(handler, mode, func, types, args, kwargs)
 
@@ -261,12 +265,6 @@ class ForeseenSteps:
 
     # ------------------------------------------------------------------ what follows
 
-    def _backward_begins(self, *, lift: bool) -> None:
-        self._policy.begin_backward(self._engine.controller.clock)
-        self._forward_is_over()
-        if lift:
-            self._engine.record_no_further()
-
     def _forward_is_over(self) -> None:
         """Pilots learn it meanwhile."""
         forward, referee = self._recorder.forward, self.referee
@@ -319,23 +317,6 @@ def _learn(
 ) -> None:  # fmt: skip
     """In the thread of pilots."""
     referee.learn(replace(sample, path=architecture.path(keys, starts, operands)), seconds)
-
-
-@final
-class _ComputeClock:
-    """A clock that stands still while ops wait for bytes."""
-
-    def __init__(self, engine: TensorEngine) -> None:
-        self._stalls = engine.controller.counters.stalls
-        self._counted = len(self._stalls)
-        self._waited: Seconds = 0.0
-
-    def __call__(self) -> Seconds:
-        now = time.perf_counter()
-        for stall in islice(self._stalls, self._counted, None):
-            self._waited += stall.ended - stall.began
-        self._counted = len(self._stalls)
-        return now - self._waited
 
 
 def described(models: Sequence[torch.nn.Module]) -> Dynamism:

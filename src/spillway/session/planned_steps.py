@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from typing import Any, Final, final
 
 import torch
@@ -18,7 +19,7 @@ from spillway.engines.tensors.tensor_engine import TensorEngine
 from spillway.errors import BudgetInfeasible, SpillwayError
 from spillway.ir import Op, verify
 from spillway.ir.timeline import WindowAt
-from spillway.memory.lanes import TransferLog
+from spillway.memory.lanes import CopySpan, Stall
 from spillway.methods import Planned, Problem
 from spillway.methods.planned import SelfPlanned
 from spillway.recording.recorder import Recorder
@@ -48,20 +49,20 @@ class _Known:
 
 
 @final
-class _OpClock:
-    """A clock that stands still while bytes are copied: what an op takes is its own."""
+class StoppedClock:
+    """A clock that stands still while something is under way, of which there is a list: copies, or stalls."""
 
-    def __init__(self, log: TransferLog) -> None:
-        self._log = log
-        self._counted = 0
-        self._copying: Seconds = 0.0
+    def __init__(self, under_way: Callable[[], Sequence[CopySpan | Stall]], counted: int = 0) -> None:
+        self._under_way = under_way
+        self._counted = counted
+        self._stood: Seconds = 0.0
 
     def __call__(self) -> Seconds:
-        now, copies = time.perf_counter(), self._log.transfers
-        for copy in copies[self._counted :]:
-            self._copying += copy.ended - copy.began
-        self._counted = len(copies)
-        return now - self._copying
+        now, spans = time.perf_counter(), self._under_way()
+        for span in islice(spans, self._counted, None):
+            self._stood += span.ended - span.began
+        self._counted = len(spans)
+        return now - self._stood
 
 
 @final
@@ -95,7 +96,8 @@ class PlannedSteps:
         self._recorder = None
         if now.planned is None and now.seen and not now.left and self._engine.budget.limited:
             named = partial(named_tensors, self._models, self._optimizers, batch)
-            self._recorder = Recorder(self._models, named, _OpClock(self._engine.log))
+            # What an op takes is its own, and not what is copied meanwhile.
+            self._recorder = Recorder(self._models, named, StoppedClock(lambda: self._engine.log.transfers))
             self._open.callback(self._let_go)
             self._open.enter_context(self._recorder.writing_within())
             self._engine.recorded = partial(self._around, self._recorder)
