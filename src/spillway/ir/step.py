@@ -165,7 +165,17 @@ class Step:
             _check_storage(storage, len(self.ops))
         _check_versions(self)
         _check_ops(self)
-        _check_saved(self)
+        if len(set(self.saved)) < len(self.saved):
+            raise ValueError("a step lists a saved value twice")
+        for number in self.saved:
+            if not 0 <= number < len(self.values):
+                raise ValueError(f"value {number} is saved, which is not listed")
+        saved = set(self.saved)
+        for saving in self.savings:
+            if saving.value not in saved:
+                raise ValueError(f"value {saving.value} was saved in {saving.module!r}, and is not among what is saved")
+            if not 0 <= saving.after <= len(self.ops):
+                raise ValueError(f"value {saving.value} was saved after {saving.after} of {len(self.ops)} ops")
 
     def levels(
         self, sizes: Sequence[Bytes] | None = None, gone: Iterable[tuple[StorageId, int, int]] = ()
@@ -233,7 +243,11 @@ def _check_ops(step: Step) -> None:
     current = {storage.id: 0 for storage in step.storages if storage.present_at_start}
     for op in step.ops:
         for value in _named(step, op, op.reads):
-            _check_read(op, value, current)
+            now = current.get(value.storage, -1)
+            if value.version > now:
+                raise ValueError(f"{op.label} reads {value}, which no earlier op creates and which is no source")
+            if value.version < now:
+                raise ValueError(f"{op.label} reads {value}, which has been overwritten by version {now}")
         created = list(_named(step, op, op.creates))
         for value in created:
             _check_creation(op, value, step.storages[value.storage], current)
@@ -255,34 +269,12 @@ def _named(step: Step, op: Op, ids: tuple[ValueId, ...]) -> Iterator[Value]:
         yield value
 
 
-def _check_read(op: Op, value: Value, current: dict[StorageId, int]) -> None:
-    now = current.get(value.storage, -1)
-    if value.version > now:
-        raise ValueError(f"{op.label} reads {value}, which no earlier op creates and which is no source")
-    if value.version < now:
-        raise ValueError(f"{op.label} reads {value}, which has been overwritten by version {now}")
-
-
 def _check_creation(op: Op, value: Value, storage: StorageInfo, current: dict[StorageId, int]) -> None:
     now = current.get(value.storage, -1)
     if value.version != now + 1:
         raise ValueError(f"{op.label} creates {value}, but the next version of that storage is {now + 1}")
     if value.version == 0 and storage.alive_from != op.number:
         raise ValueError(f"{op.label} creates {value}, whose storage is alive from op {storage.alive_from}")
-
-
-def _check_saved(step: Step) -> None:
-    if len(set(step.saved)) < len(step.saved):
-        raise ValueError("a step lists a saved value twice")
-    for number in step.saved:
-        if not 0 <= number < len(step.values):
-            raise ValueError(f"value {number} is saved, which is not listed")
-    saved = set(step.saved)
-    for saving in step.savings:
-        if saving.value not in saved:
-            raise ValueError(f"value {saving.value} was saved in {saving.module!r}, and is not among what is saved")
-        if not 0 <= saving.after <= len(step.ops):
-            raise ValueError(f"value {saving.value} was saved after {saving.after} of {len(step.ops)} ops")
 
 
 def _canonical(step: Step) -> Iterator[str]:

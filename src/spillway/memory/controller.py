@@ -213,7 +213,18 @@ class Controller(AbstractLedger):
             case Copy() | Fetch():
                 return self.copies.begin(proposal)
             case Restore():
-                return self._restore_early(storage)
+                # Bring back what no op wants yet, or refuse and count it (rule 9).
+                value = storage.value
+                if value is None or value.absent not in (AWAY, DROPPED):
+                    self.counters.refuse("not absent")
+                    return False
+                try:
+                    with self.budget.keeping_reserve():
+                        self.restore(value)
+                except (BudgetInfeasible, SpillFullError):
+                    self.counters.refuse("no room to bring it back early")
+                    return False
+                return True
             case Drop(ops=ops, back=back):
                 return self._while_held(partial(self.drop, ops=ops, back=back), storage)
         return self._while_held(self.move, storage)
@@ -387,31 +398,6 @@ class Controller(AbstractLedger):
                 if value.home is not None:
                     self.note_copied(value)  # the copy is as good as before: leaving again costs nothing
 
-    def _restore_early(self, storage: Storage) -> bool:
-        """Bring back what no op wants yet, or refuse and count it (rule 9)."""
-        value = storage.value
-        if value is None or value.absent not in (AWAY, DROPPED):
-            self.counters.refuse("not absent")
-            return False
-        try:
-            with self.budget.keeping_reserve():
-                self.restore(value)
-        except (BudgetInfeasible, SpillFullError):
-            self.counters.refuse("no room to bring it back early")
-            return False
-        return True
-
-    def _restore_dropped(self) -> None:
-        """Rule 11: nothing stays dropped; what has to make room for it is moved."""
-        self.collect_dead()
-        self._drops_allowed = False
-        try:
-            while self.dropped:
-                self.restore(next(iter(self.dropped)))
-                self.collect_dead()
-        finally:
-            self._drops_allowed = True
-
     # ------------------------------------------------------------------ steps
 
     def begin_step(self, signature: str = "") -> None:
@@ -428,7 +414,15 @@ class Controller(AbstractLedger):
         """Rule 11: restore what was dropped, then forget every recipe; what is alive becomes a source."""
         try:
             self.copies.end_step()
-            self._restore_dropped()
+            # Rule 11: nothing stays dropped; what has to make room for it is moved.
+            self.collect_dead()
+            self._drops_allowed = False
+            try:
+                while self.dropped:
+                    self.restore(next(iter(self.dropped)))
+                    self.collect_dead()
+            finally:
+                self._drops_allowed = True
         except BaseException:
             self._bring_back(list(self.dropped))
             raise

@@ -213,7 +213,13 @@ class Delta(AbstractPolicy):
         """
         for again in (True,) if view.clock - self._ranked_at >= RANKED_FOR else (False, True):
             if again:
-                self._rank(view)
+                self._ranked_at = view.clock
+                self._judged.clear()
+                self._ranking = [
+                    (-self._score(view, s, min(view.own_seconds(s), self._transfer_seconds(view, s))), s.number, s)
+                    for s in view.candidates()
+                ]
+                heapq.heapify(self._ranking)
             ranking, known, passed = self._ranking, set[int](), list[tuple[float, int, Candidate]]()
             try:
                 while ranking:
@@ -234,15 +240,6 @@ class Delta(AbstractPolicy):
                 for entry in passed:  # who asked may have left some where they were
                     if view.available(entry[2]):
                         heapq.heappush(ranking, entry)
-
-    def _rank(self, view: MemoryView) -> None:
-        self._ranked_at = view.clock
-        self._judged.clear()
-        self._ranking = [
-            (-self._score(view, s, min(view.own_seconds(s), self._transfer_seconds(view, s))), s.number, s)
-            for s in view.candidates()
-        ]
-        heapq.heapify(self._ranking)
 
     def _score(self, view: MemoryView, storage: Candidate, cost: Seconds) -> float:
         return FILTERS["cost"](storage.nbytes, view.clock - storage.touched, cost)

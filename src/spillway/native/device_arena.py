@@ -89,7 +89,17 @@ class DeviceArena:
         if _opened.get(device, asked) != asked:
             raise NativeError(f"CUDA device {device} has an arena already, which was opened with other arguments.")
         self.device = device
-        self._library = _declared()
+        library = load()
+        number, size, address, pointer = ctypes.c_int, ctypes.c_size_t, ctypes.c_uint64, ctypes.c_void_p
+        library.spillway_device_open.argtypes = [ctypes.c_char_p, number, size, size, number, pointer]
+        library.spillway_device_open.restype = ctypes.c_char_p
+        library.spillway_device_chunk.restype = size
+        library.spillway_device_take.argtypes = [number, size, pointer]
+        library.spillway_device_take.restype = address
+        library.spillway_device_give.argtypes = [number, address]
+        for name in ("used_by", "page_out", "page_in"):
+            getattr(library, f"spillway_device_{name}").argtypes = [number, address, pointer]
+        self._library = library
         error = ctypes.c_int(0)
         opened = self._library.spillway_device_open
         missing = opened(driver.encode(), device, chunk, limit, packs, ctypes.byref(error))
@@ -177,17 +187,3 @@ class DeviceArena:
         taken = _Counts()
         self._library.spillway_device_counts(self.device, ctypes.byref(taken))
         return DeviceCounts(**{field.name: getattr(taken, field.name) for field in fields(DeviceCounts)})
-
-
-def _declared() -> ctypes.CDLL:
-    library = load()
-    number, size, address, pointer = ctypes.c_int, ctypes.c_size_t, ctypes.c_uint64, ctypes.c_void_p
-    library.spillway_device_open.argtypes = [ctypes.c_char_p, number, size, size, number, pointer]
-    library.spillway_device_open.restype = ctypes.c_char_p
-    library.spillway_device_chunk.restype = size
-    library.spillway_device_take.argtypes = [number, size, pointer]
-    library.spillway_device_take.restype = address
-    library.spillway_device_give.argtypes = [number, address]
-    for name in ("used_by", "page_out", "page_in"):
-        getattr(library, f"spillway_device_{name}").argtypes = [number, address, pointer]
-    return library

@@ -173,15 +173,6 @@ class PublishedPilot(AbstractPilot):
     def _features(self, sample: Sample) -> Floats:
         return np.concatenate([sample.embedding, sample.sizes, self._afm], dtype=np.float32, casting="unsafe")
 
-    def _summarize(self, base: BaseType) -> None:
-        """The AFM as sums, and the base type as one of three."""
-        architecture = self.program.architecture
-        kinds = {one.name: vector for one, vector in zip(architecture.signatures, self._vectors, strict=True)}
-        rows = [kinds[architecture.ops[key].name] for key in self.program.order]
-        control = sum(1 for _ in architecture.rows())
-        one_hot = [float(base is one) for one in BaseType]
-        self._afm = np.array([*np.sum(rows, axis=0), len(rows), control, *one_hot], np.float32)
-
     # ------------------------------------------------------------------ learning
 
     def learn(self, sample: Sample) -> None:
@@ -208,7 +199,13 @@ class PublishedPilot(AbstractPilot):
         for label, sample in zip(labels, samples, strict=True):
             self.know(label, sample.path)
         base = samples[0].base
-        self._summarize(base)
+        # The AFM as sums, and the base type as one of three.
+        architecture = self.program.architecture
+        kinds = {one.name: vector for one, vector in zip(architecture.signatures, self._vectors, strict=True)}
+        rows = [kinds[architecture.ops[key].name] for key in self.program.order]
+        control = sum(1 for _ in architecture.rows())
+        one_hot = [float(base is one) for one in BaseType]
+        self._afm = np.array([*np.sum(rows, axis=0), len(rows), control, *one_hot], np.float32)
         self._mean, deviation = labels.mean(axis=0), labels.std(axis=0)
         self._deviation = np.where(deviation > 0, deviation, 1).astype(np.float32)
         targets = (labels - self._mean) / self._deviation

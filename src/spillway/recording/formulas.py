@@ -48,7 +48,16 @@ def traffic_of(info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any], out
     formula = TRAFFIC.get(info.name)
     if formula is not None:
         return formula(args, kwargs, out)
-    return _all_tensors(info, args, kwargs, out)
+    given = [(argument.name, value) for argument, value in zip(info.func._schema.arguments, args, strict=False)]
+    given += kwargs.items()
+    scratch = {info.func._schema.arguments[place].name for place in info.scratch if info.trains(args)}
+    total, inputs = 0, set()
+    for name, value in given:
+        written = name in info.schema_writes or name in scratch
+        for tensor in tensors_of(value):
+            inputs.add(id(tensor))
+            total += nbytes(tensor) * (2 if written else 1)
+    return total + sum(nbytes(tensor) for tensor in tensors_of(out) if id(tensor) not in inputs)
 
 
 def flops_of(info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
@@ -98,19 +107,6 @@ def nbytes(tensor: Any) -> Bytes:
     for length, stride in zip(tensor.shape, tensor.stride(), strict=True):
         elements *= int(length) if stride or not length else 1
     return elements * tensor.element_size()
-
-
-def _all_tensors(info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Bytes:
-    given = [(argument.name, value) for argument, value in zip(info.func._schema.arguments, args, strict=False)]
-    given += kwargs.items()
-    scratch = {info.func._schema.arguments[place].name for place in info.scratch if info.trains(args)}
-    total, inputs = 0, set()
-    for name, value in given:
-        written = name in info.schema_writes or name in scratch
-        for tensor in tensors_of(value):
-            inputs.add(id(tensor))
-            total += nbytes(tensor) * (2 if written else 1)
-    return total + sum(nbytes(tensor) for tensor in tensors_of(out) if id(tensor) not in inputs)
 
 
 def _results(out: Any) -> Bytes:

@@ -41,7 +41,11 @@ def render(
         blocks: What blocks held in the step with the highest peak, of a session of the block engine.
     """
     left_out = max(len(steps) - ROWS, 0)
-    budgets = _budgets(header, steps)
+    # Those of the steps, each once in their order, since `Session.budget` may have been set; `NO_BUDGET` and more is
+    # none. The header's where the steps name none, or there are none.
+    named = list(dict.fromkeys(min(step.allowed, NO_BUDGET) for step in steps if step.allowed > 0))
+    told = header.get("budget_bytes")
+    budgets = named or [told if isinstance(told, int) else NO_BUDGET]
     budget = budgets[0] if len(budgets) == 1 and budgets[0] < NO_BUDGET else None
     figures, plain = _figures(steps), _known(header, "plain_peak_bytes")
     start = _known(header, "start_rss_bytes")
@@ -64,14 +68,6 @@ def render(
         names_of_work=charts.NAMES, foresight=foresight, blocks=blocks, holder_rows=holders.ROWS,
         no_budget=NO_BUDGET, recomputed_share=recomputed_share,
     )  # fmt: skip
-
-
-def _budgets(header: Mapping[str, Any], steps: Sequence[StepReport]) -> list[Bytes]:
-    """Those of the steps, each once in their order, since `Session.budget` may have been set; `NO_BUDGET` and more is
-    none. The header's where the steps name none, or there are none."""
-    named = list(dict.fromkeys(min(step.allowed, NO_BUDGET) for step in steps if step.allowed > 0))
-    told = header.get("budget_bytes")
-    return named or [told if isinstance(told, int) else NO_BUDGET]
 
 
 def _under(budgets: Sequence[Bytes]) -> str:

@@ -77,7 +77,12 @@ def manage(
     check_models(models, optimizers, by_block=isinstance(decides, AbstractBlockMethod))
     device = device_of(models)
     if not isinstance(decides, AbstractBlockMethod):
-        _check_not_told_of_blocks(method, blocks)
+        if blocks != _BLOCKS:
+            names = ", ".join(name for name, one in METHODS.items() if one.by_block is not None)
+            raise UsageError(
+                f"blocks= is for methods of the block engine, {names}; {method!r} watches every op and needs nothing "
+                f"of it."
+            )
     elif decides.needs_blocks:
         _check_action(decides, spill.host_budget, lossy=blocks.lossy)
     pinned, allowed = pinned_bytes(device, spill.host_budget), allowed_bytes(device, budget)
@@ -150,14 +155,6 @@ def _check_options(**given: object) -> None:
             raise UsageError(
                 f"{name}= takes spillway.{kinds[name].__name__}(...), with {fields}; got {type(options).__name__}."
             )
-
-
-def _check_not_told_of_blocks(method: object, blocks: BlockOptions) -> None:
-    if blocks != _BLOCKS:
-        names = ", ".join(name for name, one in METHODS.items() if one.by_block is not None)
-        raise UsageError(
-            f"blocks= is for methods of the block engine, {names}; {method!r} watches every op and needs nothing of it."
-        )
 
 
 def _check_action(method: AbstractBlockMethod, host_budget: int | str | None, *, lossy: bool) -> None:

@@ -125,7 +125,10 @@ class Before:
             return "Parameters had been changed by then, so that buffers and random streams stay as the step left them."
         self._environment.set_streams(self._streams)
         for held, buffers in self._held:
-            if _differ(held, buffers):
+            if len(held) != len(buffers) or any(
+                name != other or one is not another
+                for (name, one), (other, another) in zip(held.items(), buffers.items(), strict=True)
+            ):
                 if isinstance(held, dict):
                     held.clear()
                 for name, buffer in buffers.items():
@@ -155,13 +158,6 @@ class Before:
         if location.place is not None:
             location.place.put_back(buffer)
         return fine
-
-
-def _differ(held: Any, buffers: dict[str, Tensor | None]) -> bool:
-    return len(held) != len(buffers) or any(
-        name != other or one is not another
-        for (name, one), (other, another) in zip(held.items(), buffers.items(), strict=True)
-    )
 
 
 def _version(tensor: Tensor) -> int:

@@ -296,7 +296,13 @@ class _Step(AbstractStep):
         late: SpillwayError | None = None
         try:
             if self._unwatched:
-                self._end_unwatched()
+                # What took more than there was room for is watched the next time.
+                session = self._session
+                self._taken = self._engine.end_unwatched()
+                if self._taken[1]:
+                    session._varying.add(self._circumstances)
+                    session._forget_to_fit(self._circumstances)
+                    session._bring_into_memory()
             self._engine.end_step()
         except (BudgetInfeasible, SpillFullError) as at_the_end:
             late = at_the_end  # everything is back all the same; what the body raised is what the user has to see
@@ -306,15 +312,6 @@ class _Step(AbstractStep):
             end_turn(self._engine)
         self._ended = True
         return late
-
-    def _end_unwatched(self) -> None:
-        """What took more than there was room for is watched the next time."""
-        session = self._session
-        self._taken = self._engine.end_unwatched()
-        if self._taken[1]:
-            session._varying.add(self._circumstances)
-            session._forget_to_fit(self._circumstances)
-            session._bring_into_memory()
 
     @property
     def refused(self) -> BudgetInfeasible | None:

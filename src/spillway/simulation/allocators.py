@@ -182,7 +182,12 @@ class AbstractPools(AbstractAllocator):
         pool, rounded, segment = self._place_of(nbytes)
         block = pool.take(rounded)
         if block is None:
-            self._new_segment(pool, segment, nbytes)
+            if self.limit is not None and self.reserved + segment > self.limit:
+                for one in (self._small, self._large):
+                    self.reserved -= sum(map(one.remove_whole, one.whole_segments()))
+            self._reserve(segment, nbytes)
+            pool.add(self._top, segment)
+            self._top += segment
             block = pool.take(rounded)
         return self._given(block, nbytes)
 
@@ -191,14 +196,6 @@ class AbstractPools(AbstractAllocator):
         if isinstance(token, Block):
             self.allocated -= token.asked
             token.pool.free(token)
-
-    def _new_segment(self, pool: BestFit, nbytes: Bytes, asked: Bytes) -> None:
-        if self.limit is not None and self.reserved + nbytes > self.limit:
-            for one in (self._small, self._large):
-                self.reserved -= sum(map(one.remove_whole, one.whole_segments()))
-        self._reserve(nbytes, asked)
-        pool.add(self._top, nbytes)
-        self._top += nbytes
 
 
 # ---------------------------------------------------------------------- PyTorch's

@@ -239,7 +239,11 @@ class _Run:
         except Thrashing as error:
             return "thrash", f"{error}: the method brings back the same things over and over."
         finally:
-            self._add_up()
+            # Compute also waits where the controller does not see it.
+            counters, machine = self._controller.counters, self._machine
+            self._seconds = machine.now() - self._began
+            counters.stalls += unseen(machine.log.waits, counters.stalls)
+            counters.stall_seconds = total(stalled_intervals(counters.stalls))
         return "ok", ""
 
     # ------------------------------------------------------------------ around the step
@@ -274,13 +278,6 @@ class _Run:
         for info in self._step.storages:
             if info.present_at_start and info.id not in self._storages:
                 self._adopt(info.id)
-
-    def _add_up(self) -> None:
-        """Compute also waits where the controller does not see it."""
-        counters, machine = self._controller.counters, self._machine
-        self._seconds = machine.now() - self._began
-        counters.stalls += unseen(machine.log.waits, counters.stalls)
-        counters.stall_seconds = total(stalled_intervals(counters.stalls))
 
     def result(self, status: Status, why: str, plain: Seconds) -> Simulation:
         """The figures of the last step."""

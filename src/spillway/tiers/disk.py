@@ -163,7 +163,11 @@ class DiskTier:
             self._check(slot, address)
             slot.generation = self.generation
         else:
-            self._read_mapping(mapped, slot, address)
+            ctypes.memmove(address, ctypes.addressof(mapped.buffer) + mapped.start, slot.nbytes)
+            if checksum(address, slot.nbytes) != slot.checksum:  # written through the mapping, or damaged
+                original = np.empty(slot.nbytes, np.uint8)
+                self._read_file(slot, original.ctypes.data)
+                self._check(slot, original.ctypes.data)
             on_disk = time.perf_counter()
         self._note(Lane.COPY_IN, slot, began, on_disk)
         return unchanged
@@ -340,13 +344,6 @@ class DiskTier:
                 f"Reading {format_bytes(slot.nbytes)} back from the spill file failed: {error.strerror}; check the "
                 f"disk under {self.directory}."
             ) from error
-
-    def _read_mapping(self, mapped: Mapped, slot: Slot, address: int) -> None:
-        ctypes.memmove(address, ctypes.addressof(mapped.buffer) + mapped.start, slot.nbytes)
-        if checksum(address, slot.nbytes) != slot.checksum:  # written through the mapping, or damaged
-            original = np.empty(slot.nbytes, np.uint8)
-            self._read_file(slot, original.ctypes.data)
-            self._check(slot, original.ctypes.data)
 
     def _check(self, slot: Slot, address: int) -> None:
         if checksum(address, slot.nbytes) != slot.checksum:

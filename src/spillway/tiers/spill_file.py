@@ -58,7 +58,22 @@ class SpillFile:
     def __init__(self, directory: Path, io: SpillIO = "buffered") -> None:
         if io not in ("buffered", "direct"):
             raise UsageError(f'spill_io is "buffered" or "direct", not {io!r}.')
-        self.descriptor, self._direct = _open_unlinked(directory, direct=io == "direct")
+        # Descriptors of one new file: the usual one, and one past the page cache (negative if there is none).
+        try:
+            self.descriptor, name = tempfile.mkstemp(prefix="spillway-", dir=directory)
+        except OSError as error:
+            raise SpillDirectoryError(
+                f"The spill directory {directory} cannot be used: {error.strerror or error}; choose a writable one "
+                f"with SpillOptions(directory=...) or --spill-directory."
+            ) from error
+        self._direct = -1
+        try:
+            if io == "direct" and hasattr(os, "O_DIRECT"):
+                self._direct = os.open(name, os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)
+        except OSError:
+            pass  # tmpfs on older systems, some network file systems
+        finally:
+            os.unlink(name)
         self._closing = [
             weakref.finalize(self, os.close, number) for number in (self.descriptor, self._direct) if number >= 0
         ]
@@ -211,26 +226,6 @@ def _read_all(descriptor: int, offset: Bytes, target: memoryview, needed: Bytes)
         done += count
         if done < needed and (count == 0 or offset + done == os.fstat(descriptor).st_size):
             raise SpillCorruptedError(f"The spill file ends {format_bytes(needed - done)} too early.")
-
-
-def _open_unlinked(directory: Path, *, direct: bool) -> tuple[int, int]:
-    """Descriptors of one new file: the usual one, and one past the page cache (negative if there is none)."""
-    try:
-        descriptor, name = tempfile.mkstemp(prefix="spillway-", dir=directory)
-    except OSError as error:
-        raise SpillDirectoryError(
-            f"The spill directory {directory} cannot be used: {error.strerror or error}; choose a writable one with "
-            f"SpillOptions(directory=...) or --spill-directory."
-        ) from error
-    second = -1
-    try:
-        if direct and hasattr(os, "O_DIRECT"):
-            second = os.open(name, os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)
-    except OSError:
-        second = -1  # tmpfs on older systems, some network file systems
-    finally:
-        os.unlink(name)
-    return descriptor, second
 
 
 def _system_calls() -> Any:

@@ -523,7 +523,9 @@ class BlockEngine:
             return block.forward(*args, **kwargs)
         if runtime.is_checkpointed() or block.checkpoints_itself():
             if replay is None and torch._C._current_graph_task_id() == -1:
-                self._pass_by(block)
+                # A call that is only counted.
+                self._reports.append(self._begun(block))
+                self._reports[-1].kept_because = _CHECKPOINTED
             return block.forward(*args, **kwargs)
         most = self.most_copied if replay is None and runtime.call is None else None
         if most is not None and _largest(block, args, kwargs) > most:
@@ -625,11 +627,6 @@ class BlockEngine:
         for report in self._reports:
             report.rehearsed_bytes = measured.get((report.block, report.call), report.rehearsed_bytes)
         self._first.record = []
-
-    def _pass_by(self, block: Block) -> None:
-        """A call that is only counted."""
-        self._reports.append(self._begun(block))
-        self._reports[-1].kept_because = _CHECKPOINTED
 
     def _begun(self, block: Block) -> CallReport:
         call, block.calls = block.calls, block.calls + 1

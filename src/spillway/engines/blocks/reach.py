@@ -141,7 +141,10 @@ class Reach:
         self._lost: list[Mark] = []
         self._installed = 0
         for entry in beside._entries if beside is not None else ():
-            self._note_again(entry)
+            if entry.same is _same:
+                self._note(entry.read, entry.write)
+            else:
+                self._entries.append(entry._replace(was=copy.copy(entry.read())))
         while self._next and len(self._seen) < MOST_THINGS:
             thing = self._next.popleft()
             if type(thing) not in _ATOMS and id(thing) not in self._seen:
@@ -261,12 +264,6 @@ class Reach:
             or (kind.__flags__ & _HEAP_TYPE and not is_foreign(kind.__module__))
         ):
             self._visit_instance(thing)
-
-    def _note_again(self, entry: _Entry) -> None:
-        if entry.same is _same:
-            self._note(entry.read, entry.write)
-        else:
-            self._entries.append(entry._replace(was=copy.copy(entry.read())))
 
     def _note(self, read: Callable[[], Any], write: Callable[[Any], None]) -> None:
         """Write down what is read, and follow it."""

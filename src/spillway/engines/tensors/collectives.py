@@ -188,7 +188,11 @@ class Collectives(AbstractCollectives):
             work = out[-1] if isinstance(out, tuple) else out
             if isinstance(work, torch.ScriptObject):
                 begun = BegunWork(unbox_work(work))
-                if torch._C._current_graph_task_id() >= 0 and _is_compressed(args[0]):
+                # DDP's compression in C++ reduces a copy of a bucket in float16. Whoever carries that out then writes
+                # the bucket; this thread does, if it is done before DDP asks.
+                if torch._C._current_graph_task_id() >= 0 and all(
+                    tensor.dtype == torch.float16 for tensor in tensors_of(args[0])
+                ):
                     begun.wait()
                 flights.begin(begun, reads, writes, beside)
         else:
@@ -202,13 +206,6 @@ class Collectives(AbstractCollectives):
             flights.begin(results, [storage for storage in reads if storage not in made], tuple(made), beside)
         if len(flights):
             engine.poll_flights()
-
-
-def _is_compressed(given: object) -> bool:
-    """DDP's compression in C++ reduces a copy of a bucket in float16. Whoever carries that out then writes the bucket;
-    this thread does, if it is done before DDP asks.
-    """
-    return all(tensor.dtype == torch.float16 for tensor in tensors_of(given))
 
 
 def _bytes_of(given: object) -> Bytes:

@@ -96,7 +96,10 @@ class Retry:
 
     def guarded(self, info: OpInfo, call: Callable[..., Any]) -> Callable[..., Any]:
         """`call`, but run again where that is harmless."""
-        if not harmless_to_repeat(info):
+        # Whether the op, when it fails for want of memory, has changed nothing yet. Ops of torch's own allocate before
+        # they launch their one kernel. Those that write several tensors one after the other may have written some;
+        # what others' ops do is not known.
+        if not (info.name.partition("::")[0] in OWN_OPS and info.writes in ((), (0,)) and not info.uncounted):
             return call
         again, operands_locked, seeded, streams = self._again, self._operands_locked, info.seeded, self._streams
         writes = bool(info.writes)
@@ -152,12 +155,3 @@ def _storages(engine: AbstractTensorEngine, arguments: Iterable[Any]) -> Iterato
                 yield storage
         elif isinstance(value, list | tuple):
             yield from _storages(engine, value)
-
-
-def harmless_to_repeat(info: OpInfo) -> bool:
-    """Whether the op, when it fails for want of memory, has changed nothing yet.
-
-    Ops of torch's own allocate before they launch their one kernel. Those that write several tensors one after the
-    other may have written some; what others' ops do is not known.
-    """
-    return info.name.partition("::")[0] in OWN_OPS and info.writes in ((), (0,)) and not info.uncounted

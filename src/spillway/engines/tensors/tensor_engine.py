@@ -353,7 +353,10 @@ class TensorEngine(AbstractTensorEngine):
             self._meet_what_is_left()
         if ready and self.budget.short(needed + guess) <= 0:
             return self._run_and_learn(seen, complete, key, needed)
-        self.record_from_here()
+        # Room is short in a step that was known to fit. What came before has no recipe: it can be moved.
+        if not self.recording:
+            self.recording = True
+            self._dispatch.rearm()
         with controller.lock:
             controller.prepare(info.name, seen.reads, seen.writes, needed)
             try:
@@ -375,12 +378,6 @@ class TensorEngine(AbstractTensorEngine):
         self.recorded = None
         if self.following is None and self.history is None:
             self._dispatch.stand_alone()
-
-    def record_from_here(self) -> None:
-        """Room is short in a step that was known to fit. What came before has no recipe: it can be moved."""
-        if not self.recording:
-            self.recording = True
-            self._dispatch.rearm()
 
     def fits_at_once(self, seen: Seen) -> bool:
         together = {value.storage: value for value in seen.reads}

@@ -160,19 +160,16 @@ class Auto(AbstractBlockMethod):
             return Decision(Phase.COLLECTING, probe, True)
         if not self.collects(size):
             planned = self.plan(size, available)
-            self._doubt()
+            # Where plans recompute and move nothing, nobody would learn that copies have become faster: they are tried
+            # again, after twice as many steps each time.
+            assert self._latest is not None
+            self._unmoved = self._unmoved + 1 if self._latest.gives_up and not self._latest.moves else 0
+            if self._moves and self._unmoved >= POLISHED and self._unmoved.bit_count() == 1:
+                self._pending[Action.RECOMPUTE_OFFLOADED] = 1
+                self._menus.doubt_rates()
             return Decision(Phase.PLANNED, planned, False)
         surely = self._surely(size, available) if self._bytes.ready else None
         return Decision(Phase.COLLECTING, surely or BlockPlan.nothing_kept(size, available), True)
-
-    def _doubt(self) -> None:
-        """Where plans recompute and move nothing, nobody would learn that copies have become faster: they are tried
-        again, after twice as many steps each time."""
-        assert self._latest is not None
-        self._unmoved = self._unmoved + 1 if self._latest.gives_up and not self._latest.moves else 0
-        if self._moves and self._unmoved >= POLISHED and self._unmoved.bit_count() == 1:
-            self._pending[Action.RECOMPUTE_OFFLOADED] = 1
-            self._menus.doubt_rates()
 
     def holds(self, size: InputSize, available: Bytes) -> bool:
         """Whether all that is to be measured of the size was, and its plan stays within so many bytes."""
