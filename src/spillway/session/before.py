@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from spillway.engines.blocks.fingerprints import Fingerprint, fingerprint
+from spillway.engines.blocks.module_state import refill
 from spillway.engines.environment import Environment
 from spillway.internals.dispatch_key import unwatched
 from spillway.internals.private import Place, bytes_over, is_hollow
@@ -129,10 +130,7 @@ class Before:
                 name != other or one is not another
                 for (name, one), (other, another) in zip(held.items(), buffers.items(), strict=True)
             ):
-                if isinstance(held, dict):
-                    held.clear()
-                for name, buffer in buffers.items():
-                    held[name] = buffer
+                refill(held, buffers)
         lost = [name for name, one, version in self._others if _version(one) != version]
         for location in self._locations:
             try:

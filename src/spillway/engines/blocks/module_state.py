@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from spillway.engines.blocks.attributes import Attribute, Attributes
 from spillway.engines.blocks.attributes import Seen as SeenAttributes
 from spillway.engines.blocks.fingerprints import Fingerprint, Seen, fingerprint
-from spillway.engines.blocks.reach import Copies, Reach, reach_of
+from spillway.engines.blocks.reach import Copies, Reach, reach_of, version_of
 from spillway.internals.private import storage_address as address
 
 LOOKS: Final = 3
@@ -53,7 +53,7 @@ class Snapshot:
         for entry in earlier.versions:
             buffer, version, name, module = entry
             mine, before = self.copied.get((module, name), (None, 0))
-            written = _version_of(buffer) != version or _held(module._buffers, name) is buffer
+            written = version_of(buffer) != version or _held(module._buffers, name) is buffer
             if mine is buffer and before == version and written:
                 earlier.buffers[module, name] = self.buffers[module, name]
             else:
@@ -70,7 +70,7 @@ class Snapshot:
             if type(module) is not kind:  # as parametrizations make and unmake
                 return f"the class of a {kind.__name__}"
         buffers = ((tensor, version, name) for tensor, version, name, _ in self.versions)
-        return next((n for tensor, v, n in (*buffers, *self.seen.versions) if _version_of(tensor) != v), "")
+        return next((n for tensor, v, n in (*buffers, *self.seen.versions) if version_of(tensor) != v), "")
 
 
 class ModuleState:
@@ -126,11 +126,11 @@ class ModuleState:
                 looked_at = watched is None or (module, name) in watched
                 copy = _copied(buffer) if buffer is not None and looked_at else None
                 if buffer is not None and copy is not None:
-                    copied[module, name] = buffer, _version_of(buffer)
+                    copied[module, name] = buffer, version_of(buffer)
                 if buffer is None or copy is not None:
                     buffers[module, name] = copy
                 if buffer is not None and (watched is None or copy is None):
-                    versions.append((buffer, _version_of(buffer), name, module))
+                    versions.append((buffer, version_of(buffer), name, module))
         classes = [(module, type(module)) for module in self._modules]
         differentiable = [parameter.requires_grad for parameter, *_ in parameters]
         seen_attributes, reach = self._attributes.look(training), self._look_deep()
@@ -194,7 +194,7 @@ class ModuleState:
         return _uncopied(beyond or written) if beyond or written else self._kept or unseen or lost
 
     def _learn_buffers(self, snapshot: Snapshot) -> None:
-        written = {(module, name) for one, version, name, module in snapshot.versions if _version_of(one) != version}
+        written = {(module, name) for one, version, name, module in snapshot.versions if version_of(one) != version}
         copies = snapshot.buffers.items()
         changed = {one for one, before in copies if one in written or _differs(one, before)}
         self._watched[snapshot.training] = changed
@@ -258,7 +258,7 @@ class ModuleState:
             for parameter, was in turned:
                 parameter.requires_grad_(not was)
             for held, buffers in before:
-                _refill(held, buffers)
+                refill(held, buffers)
             for module, name, original in parameters:
                 module._parameters[name] = original
 
@@ -276,16 +276,13 @@ def _copied(buffer: Tensor) -> Tensor | None:
         return None
 
 
-def _version_of(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
-
-
 def _held(tensors: Any, name: str) -> Any:
     """By name. What a scripted module has of the kind is no dict."""
     return tensors[name] if name in tensors else None  # noqa: SIM401
 
 
-def _refill(held: Any, tensors: dict[str, Tensor | None]) -> None:
+def refill(held: Any, tensors: dict[str, Tensor | None]) -> None:
+    """A module's own parameters or buffers are these and no others."""
     if isinstance(held, dict):
         held.clear()
     for name, tensor in tensors.items():

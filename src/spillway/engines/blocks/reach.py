@@ -153,7 +153,7 @@ class Reach:
         there = {address(tensor) for tensor, *_ in self._bytes}
         for tensor, *_ in beside._bytes if beside is not None else ():
             if address(tensor) in there:
-                self._versions.append((tensor, _version_of(tensor)))
+                self._versions.append((tensor, version_of(tensor)))
             else:
                 self._write_down(tensor)
         self.too_much = f"more than {MOST_THINGS} things can be reached from it" if self._next else ""
@@ -414,7 +414,7 @@ class Reach:
     def _write_down(self, tensor: Tensor) -> None:
         alias = tensor.detach()
         self._bytes.append((alias, self._copies.of(tensor)))
-        self._versions.append((alias, _version_of(tensor)))
+        self._versions.append((alias, version_of(tensor)))
 
 
 def reach_of(modules: Sequence[nn.Module], *others: Any) -> tuple[Any, ...]:
@@ -442,7 +442,8 @@ def _is_ours(hook: Any) -> bool:
     return package(getattr(hook, "__module__", None) or "") == "spillway"
 
 
-def _version_of(tensor: Tensor) -> int:
+def version_of(tensor: Tensor) -> int:
+    """Of inference tensors nobody counts them."""
     return 0 if tensor.is_inference() else tensor._version
 
 
