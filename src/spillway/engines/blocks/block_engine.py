@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from os import PathLike
 from types import TracebackType
-from typing import Any, Final, Protocol, TypeAlias, final
+from typing import Any, Final, Protocol, TypeAlias, TypeVar, final
 
 import numpy as np
 import torch
@@ -56,6 +56,8 @@ Unit: TypeAlias = tuple[str, int]
 """The name of a block and the number of one of its calls in a forward of the model, from 0."""
 Actions: TypeAlias = Mapping[Unit, Action] | Callable[[str, int], Action]
 
+T = TypeVar("T")
+
 _CHECKPOINTED: Final = "torch.utils.checkpoint, which somebody put there, runs it again itself"
 
 
@@ -92,30 +94,27 @@ class HeldCall:
         self.report = report
         """Goes on to change."""
 
-    def revoke(self) -> Bytes:
+    def _ask(self, what: Callable[[BlockCall], T], otherwise: T) -> T:
         with self._lock:
             call = self._call()
-            return call.revoke() if call is not None else 0
+            return what(call) if call is not None else otherwise
+
+    def revoke(self) -> Bytes:
+        return self._ask(BlockCall.revoke, 0)
 
     def send_input(self) -> Bytes:
         """Let what it would be recomputed on wait elsewhere, if it holds nothing else, nobody else holds that, and
         other calls have sent something there; how many bytes begin to leave. Raises SpillFullError if there was no room
         for an earlier block's bytes; they are where they were."""
-        with self._lock:
-            call = self._call()
-            return call.send_input() if call is not None else 0
+        return self._ask(BlockCall.send_input, 0)
 
     def forget_arrivals(self) -> Bytes:
         """Give up what came back before anybody asked for it, and can come again; how many bytes that frees."""
-        with self._lock:
-            call = self._call()
-            return call.forget_arrivals() if call is not None else 0
+        return self._ask(BlockCall.forget_arrivals, 0)
 
     def inputs_gone(self) -> dict[Any, Bytes]:
         """Bytes of what it was called with and is not in memory any more, by storage."""
-        with self._lock:
-            call = self._call()
-            return call.inputs_gone() if call is not None else {}
+        return self._ask(BlockCall.inputs_gone, {})
 
     def start_in(self, most: Bytes | None = None) -> Bytes:
         """Let up to so many bytes of what is away begin to come, in a backward; how many begin."""
@@ -138,24 +137,17 @@ class HeldCall:
     @property
     def absent_bytes(self) -> Bytes:
         """Of what was sent away, the bytes that are not in memory and not on their way there."""
-        with self._lock:
-            call = self._call()
-            return sum(one.nbytes for one in call.waiting() if one.absent) if call is not None else 0
+        return self._ask(lambda call: sum(one.nbytes for one in call.waiting() if one.absent), 0)
 
     def come_back(self) -> None:
         """Nothing of it waits elsewhere any more."""
-        with self._lock:
-            call = self._call()
-            if call is not None:
-                call.come_back()
+        self._ask(BlockCall.come_back, None)
 
     @property
     def leaving_bytes(self) -> Bytes:
         """Of what was sent away, the bytes whose copies out are not done. A copy that a worker has begun holds its
         storage beyond the op that is the last to use it."""
-        with self._lock:
-            call = self._call()
-            return sum(one.nbytes for one in call.waiting() if one.leaving) if call is not None else 0
+        return self._ask(lambda call: sum(one.nbytes for one in call.waiting() if one.leaving), 0)
 
 
 @dataclass(slots=True)
