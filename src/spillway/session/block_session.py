@@ -110,10 +110,10 @@ class _Family:
     rises: dict[Shape, Bytes] = field(default_factory=dict)
     """What steps of these inputs took, at most, above what was there when they began."""
     unhindered: dict[Shape, Bytes] = field(default_factory=dict)
-    """Of these, steps in which no block gave up what it was to hold."""
-    floors: dict[tuple[Shape, frozenset[str], Bytes], Bytes] = field(default_factory=dict)
+    """Of these, steps in which no block gave up what it was to hold, with what may be on its way beside that."""
+    floors: dict[tuple[Shape, frozenset[str], Bytes], Bytes | None] = field(default_factory=dict)
     """What forwards and backwards of these inputs are told to take with every block recomputed, beside the gradients of
-    these names, until optimizers have so much more state."""
+    these names, until optimizers have so much more state; None where that cannot be told."""
     tried: dict[Shape, tuple[int, Bytes]] = field(default_factory=dict)
     """The same of steps in which recomputing every block was enough, and of how many forwards they were."""
 
@@ -875,13 +875,13 @@ class _Step(AbstractStep):
         slack = max(rise.now, rise.later) // SAMPLES + call.engine.print_bytes
         return rise._replace(sure=rise.sure and self.hears_all, state=self.state, slack=slack)
 
-    def floor(self, call: Call, level: Bytes) -> Bytes:
+    def floor(self, call: Call, level: Bytes) -> Bytes | None:
         if self._family.allows_all(self._dimensions, self._session._budget.allowed - level):
             return 0
         key = self._dimensions, frozenset(call.gradients), self.state
         if not self._dimensions or key not in self._family.floors:
             rise = self.recomputing(call)
-            self._family.floors[key] = rise.most if rise is not None else 0
+            self._family.floors[key] = rise.most if rise is not None else None
         return self._family.floors[key]
 
     @property
@@ -1149,7 +1149,7 @@ class _Step(AbstractStep):
         if any(self._session._is_whole(len(one.ended)) for one in watch.passes):
             entered.rises[largest] = max(entered.rises.get(largest, 0), watch.peak - self._start)
             if not any(one.revoked for one in watch.passes):
-                entered.unhindered[largest] = entered.rises[largest]
+                entered.unhindered[largest] = entered.rises[largest] + watch.on_its_way
         samples = watch.samples()
         self._session._told_nothing = 0 if samples or not watch.passes else self._session._told_nothing + 1
         if self._session._told_nothing == TELLING and self._session._leaves_to_ops:

@@ -14,6 +14,10 @@ What a block needs is what was measured above the level at its seams, where that
 selective block that has no room for its backward gives up what it kept. Where nothing is forecast (`Checkpoint`), no
 more is held than leaves room for all other blocks to be recomputed, as told on tensors without content (`Pass.floor`).
 
+How fast copies are decides nothing but how long a step takes: what is on its way out, and in, is held as well, and
+leaves before a block begins, or anything is refused, that would have no room beside it. A step in which all fitted
+tells that the next one does only if what may be on its way then fits on top (`StepWatch.on_its_way`).
+
 Only when more is taken than is allowed all the same is the step refused, where nobody lends it memory (NOTE [Lent] in
 `paging.py`); with `BlockOptions(page=True)` the next one like it runs inside the tensor engine, and so does the rest of
 one of which it is known outside of blocks and backwards that it will not fit (`leave`).
@@ -143,6 +147,8 @@ class Pass:
     floor: Bytes = 0
     """What is taken at most if every block is recomputed, where blocks hold something and nothing is forecast; 0
     elsewhere, where that cannot be told, and where blocks are known to have room for all that they are to hold."""
+    blind: bool = False
+    """Whether it cannot be told: nothing is on its way out or in where a block begins, or goes backward."""
 
     def knows(self, number: int) -> bool:
         """Whether it is forecast what a call needs."""
@@ -185,9 +191,10 @@ class Foresight(Protocol):
     def page_from_here(self) -> bool:
         """The same, where it is known not to fit."""
 
-    def floor(self, call: Call, level: Bytes) -> Bytes:
-        """What `recomputing` tells, asked once for calls like this one; 0 where that cannot be told, or blocks can hold
-        all that they are to hold above this level, by what steps took in which they did."""
+    def floor(self, call: Call, level: Bytes) -> Bytes | None:
+        """What `recomputing` tells, asked once for calls like this one; 0 where blocks can hold all that they are to
+        hold above this level, however slow copies are, by what steps took in which they did; None where that cannot be
+        told."""
 
     def rise(self, seam: Seam) -> Bytes:
         """What steps on inputs like this one took at most above what was there at a seam, until the next; 0 where that
@@ -307,6 +314,7 @@ class StepWatch:
             return
         at = len(self._marks)
         self._goes_on("f")
+        self._engine.wait_out(UNBOUNDED)  # what earlier forwards sent, and may be over and done with
         self._mark("forward", of=len(self.passes))
         resident = self._taken()
         decision, forecast, size, bypassed = self._decide(self._free())
@@ -330,7 +338,7 @@ class StepWatch:
             if forecast is None and decision.plan.otherwise in (*HOLDING, *RETURNING, Action.RECOMPUTE_OFFLOADED):
                 level, call = self._begins_with
                 rise = self._foresight.floor(call, level)
-                self.passes[-1].floor = level + rise if rise else 0
+                self.passes[-1].floor, self.passes[-1].blind = level + rise if rise else 0, rise is None
 
     @unheard_by_modes
     def evaluation_begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -338,6 +346,7 @@ class StepWatch:
         if in_backward():
             return  # of a model in somebody's own checkpoint, which runs again
         self._goes_on("e")
+        self._engine.wait_out(UNBOUNDED)
         self._mark("evaluation")
         called = without_bytes(args, kwargs)
         if self.unmeasured and called is not None:
@@ -437,10 +446,11 @@ class StepWatch:
         self._revoke(-self._room_beside(now, number + 1))
         forecast = now.forecast
         if forecast is not None and number == len(forecast.saved) - 1:
-            held = now.held(number + 1) + self._engine.leaving_bytes
+            taken, leaving = self._seen()
+            held = now.held(number + 1) + leaving
             if not call.report.action.recomputes and number not in now.revoked:
                 held += call.report.result_bytes  # which nobody holds through the turn where the block is recomputed
-            beside = self._taken() - now.resident - held
+            beside = taken - now.resident - held
             self._make_room(max(forecast.turn - beside, 0), number, known=True)
 
     def _backward_reaches(self, of: int, number: int) -> None:
@@ -453,14 +463,11 @@ class StepWatch:
         if plan.comes_in:
             self._engine.read_ahead = 0
         elif plan.prefetches:  # what comes back before it is wanted must not take the room of what is
-            self._taken()
-            needs = max(2 * self.largest, self._foresight.rise(("again", number)))
-            room = self._room_beside(one, number) if one.floor else self._free() - needs
-            self._engine.read_ahead = max(min(room, self.largest), 0)
+            self._engine.read_ahead = max(min(self._room_ahead(one, number), self.largest), 0)
         one.revocable.pop(number, None)
         call = one.ended[number]
-        self._taken()
-        expected, returning = self._going_back(one, number)
+        _, leaving = self._seen()
+        expected, returning = self._going_back(one, number, leaving)
         again = number in one.revoked or (call.report.action.recomputes and not call.report.kept_because)
         surely = max(returning, self._foresight.rise(("again" if again else "reached", number)))
         needed = self._needs(expected, surely)
@@ -472,12 +479,19 @@ class StepWatch:
             call.start_in()  # what compute is about to wait for is the first of all copies
             self._read_ahead(one, number)
 
+    def _room_ahead(self, one: Pass, number: int) -> Bytes:
+        """For what comes back before the backward of a call is over that wants it, beside what is on its way out."""
+        _, leaving = self._seen()
+        if one.floor or one.blind:
+            return 0 if one.blind else self._room_beside(one, number) - leaving
+        return self._free() - max(2 * self.largest, self._foresight.rise(("again", number)))
+
     def _read_ahead(self, one: Pass, number: int) -> None:
         """Begin the copies in that are due at the beginning of a call's backward."""
         due = {call for call, at in enumerate(one.decision.plan.comes_in[:number]) if at >= number}
         if not due:
             return
-        taken = self._taken()
+        taken, leaving = self._seen()
         allowed = self._budget.allowed - 2 * coarse(self._budget.allowed)  # a copy that is too early ends the step
         allowed -= self._foresight.under_way
         passed, room = 0, UNBOUNDED  # bytes of calls between that are read ahead, and counted among what these save
@@ -489,7 +503,7 @@ class StepWatch:
                 room -= begun
                 if not one.ended[call].there[1]:
                     return
-            expected, returning = self._going_back(one, call)
+            expected, returning = self._going_back(one, call, leaving)
             # What was measured of recomputed blocks and new gradients is without the result of a kept one, and without
             # what is added to a gradient.
             expected += one.ended[call].report.result_bytes
@@ -499,9 +513,9 @@ class StepWatch:
             room = min(room, allowed - most)
             passed += one.ended[call].there[0]
 
-    def _going_back(self, one: Pass, number: int) -> tuple[Bytes, Bytes]:
+    def _going_back(self, one: Pass, number: int, leaving: Bytes) -> tuple[Bytes, Bytes]:
         """What is expected to be taken at most while a call goes backward, and what will return of it that is not there
-        yet; 0 where that is not forecast."""
+        yet, where so much is on its way out; 0 where that is not forecast."""
         forecast = one.forecast
         if forecast is None or not one.knows(number):
             return 0, 0
@@ -515,13 +529,13 @@ class StepWatch:
         created = sum(forecast.gradients[number:]) if one.missing else 0
         # What a block saves goes as its backward goes on, and what was measured counts on that: not so what is leaving.
         created += call.leaving_bytes
-        expected = self._beside(one, forecast, number) - there + created + forecast.working[number] + own
+        expected = self._beside(one, forecast, number, leaving) - there + created + forecast.working[number] + own
         return expected, max(own - holds - there, 0)
 
-    def _beside(self, one: Pass, forecast: Forecast, number: int) -> Bytes:
+    def _beside(self, one: Pass, forecast: Forecast, number: int, leaving: Bytes) -> Bytes:
         """What is expected to be taken beside what a call saves, works with and creates: what earlier ones hold, and
         what is on its way out, or came in ahead."""
-        return one.resident + forecast.rest + one.held(number) + self._engine.leaving_bytes + self._engine.arrived_bytes
+        return one.resident + forecast.rest + one.held(number) + leaving + self._engine.arrived_bytes
 
     def _needs(self, expected: Bytes, surely: Bytes) -> Bytes:
         """Above what is taken now; so much surely, if more is taken than was expected."""
@@ -537,6 +551,8 @@ class StepWatch:
         Raises BudgetInfeasible if what came before it took more than is allowed, or the optimizer will.
         """
         self._budget.claim(0)
+        if needs.step(0, self._taken())[0] > self._budget.allowed:
+            self._engine.wait_out(UNBOUNDED)
         peak, level = self._budget.peak - COARSE, self._taken() - COARSE
         self.path += "o"
         self._mark("optimizer")
@@ -591,8 +607,9 @@ class StepWatch:
         saved, selects = forecast.saved[number], one.decision.plan.action(number).selects
         beside = int(self._engine.beside_share(UNSEEN) * saved) if selects else 0
         surely = max(saved, self._foresight.rise(("begins", number)))
-        self._taken()
-        return self._needs(self._beside(one, forecast, number) + saved + forecast.working[number], surely), beside
+        _, leaving = self._seen()
+        expected = self._beside(one, forecast, number, leaving) + saved + forecast.working[number]
+        return self._needs(expected, surely), beside
 
     def _make_room(self, needed: Bytes, number: int, *, known: bool = False, running: HeldCall | None = None) -> bool:
         """Have so many bytes free, as far as anything can give way; whether they are.
@@ -609,9 +626,8 @@ class StepWatch:
         self._budget.claim(needed)
         self._taken()
         over = self._budget.short(0)
-        leaving = self._engine.leaving_bytes if not known else 0
-        if leaving and (over + 2 * self.largest > 0 or leaving > self._room_beside(self.passes[-1], number)):
-            self._engine.settle()  # the next block needs as much as the largest, and its gradients that again
+        if not known and self._must_leave(over, number, running):
+            self._engine.settle()
             self._taken()
             over = self._budget.short(0)
         if over <= 0:
@@ -627,6 +643,15 @@ class StepWatch:
                 taken = most
         self._refuse_above(self._least_taken(taken), number)
         return self._budget.short(needed) <= 0
+
+    def _must_leave(self, over: Bytes, number: int, running: HeldCall | None) -> bool:
+        """Whether what is on its way out leaves before a call goes on of which nobody knows what it needs: as much as
+        the largest, and its gradients that again."""
+        leaving, one = self._engine.leaving_bytes, self.passes[-1]
+        if not leaving or one.blind or over + 2 * self.largest > 0:
+            return leaving > 0
+        own = running.there[0] - running.leaving_bytes if running is not None else 0
+        return leaving + max(self._engine.arrived_bytes - own, 0) > self._room_beside(one, number)
 
     def _on_top(self, one: Pass, number: int) -> Bytes:
         """What the call that begins is reckoned to hold besides while it runs: under a selective action as much as all
@@ -650,8 +675,9 @@ class StepWatch:
         for call in ended if over > leaving else ():
             if over > leaving:
                 over -= call.forget_arrivals()
-        if leaving and over > 0:
+        while leaving and over > 0:  # others may hold what has left: then it made no room, and more has to leave
             engine.wait_out(over)
+            leaving = engine.leaving_bytes
             self._taken()
             over = self._budget.short(0)
         over = self._revoke(over)
@@ -789,6 +815,13 @@ class StepWatch:
         self._budget.observe(taken)
         return taken
 
+    def _seen(self) -> tuple[Bytes, Bytes]:
+        """What is taken now, and what of it is on its way out: workers let go of that at any moment."""
+        leaving, taken = self._engine.leaving_bytes, self._taken()
+        while (now := self._engine.leaving_bytes) != leaving:
+            leaving, taken = now, self._taken()
+        return taken, leaving
+
     def _count_again(self, taken: Bytes) -> Bytes:
         """What the meter has counted besides tensors, less what was known of that before.
 
@@ -844,6 +877,13 @@ class StepWatch:
         if self.windows:
             return self._start + max(window.peak for window in self.windows)
         return max([self._budget.peak, *(one.expected for one in self.passes)])
+
+    @property
+    def on_its_way(self) -> Bytes:
+        """What may have been on its way out or in beside what was taken, had copies been slower, or the room larger:
+        what one call sends, and what is read ahead."""
+        sent = [call.report.moved_bytes for one in self.passes for call in one.ended.values()]
+        return max(sent, default=0) + self.largest * any(one.decision.plan.prefetches for one in self.passes)
 
     @property
     def passed(self) -> Bytes:
