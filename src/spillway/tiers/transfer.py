@@ -416,15 +416,15 @@ class DiskLanes:
             return
         at = time.time_ns()
         with self._letting_go:
-            source, transfer.source = transfer.source, None
-            if self._when_freed and source is not None:
-                weak: Any = StorageWeakRef
-                address, there = source.data_ptr(), weak(source)
-                source = None
-                if there.expired():
-                    self._tell(at, address, transfer.nbytes)
-                else:  # whoever sends it may have it still
-                    self._held.append((there, address, transfer.nbytes))
+            weak: Any = StorageWeakRef
+            source = transfer.source
+            address, there = (source.data_ptr(), weak(source)) if source is not None and self._when_freed else (0, None)
+            source = None
+            transfer.source = None  # the last that holds it here: who finds nothing leaving finds it freed
+            if there is not None and there.expired():
+                self._tell(at, address, transfer.nbytes)
+            elif there is not None:  # whoever sends it may have it still
+                self._held.append((there, address, transfer.nbytes))
         transfer.slot.writing = None  # it refers to the transfer
 
     def sender_let_go(self) -> None:
