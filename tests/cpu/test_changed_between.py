@@ -16,7 +16,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.nn.utils import parametrize
 
 from spillway.errors import RecomputeError
-from tests.cpu.callbacks import BLOCKS, TENSORS, Training
+from tests.cpu.callbacks import BLOCKS, TENSORS, Block, Training
 from tests.cpu.families import difference, state_of
 from tests.shared import in_turn
 
@@ -78,6 +78,20 @@ def forward_of_a_module(training: Training) -> Undo:
     return replaced(norm, "forward", lambda x: forward(x) * 1.2)
 
 
+def forward_of_a_class_of_blocks(training: Training) -> Undo:
+    forward = Block.forward
+    return replaced(Block, "forward", lambda block, x: forward(block, x) * 1.2)
+
+
+def another_class(training: Training) -> Undo:
+    class Louder(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * 1.2
+
+    part(training).__class__ = Louder
+    return lambda: None
+
+
 def another_module(training: Training) -> Undo:
     before, part(training).norm = part(training).norm, nn.Identity()
     return lambda: setattr(part(training), "norm", before)
@@ -125,6 +139,8 @@ PUT_BACK: dict[str, Callable[[Training], Undo]] = {
     "evaluated afterwards": lambda training: training.model.eval,
     "an attribute": lambda training: replaced(part(training).dropout, "p", 0.6),
     "the forward of a module": forward_of_a_module,
+    "the forward of the class of blocks": forward_of_a_class_of_blocks,
+    "another class": another_class,
     "another module": another_module,
     "another value": another_value,
     "random streams": lambda _: lambda: (torch.manual_seed(5), random.seed(3)),

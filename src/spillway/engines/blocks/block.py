@@ -23,6 +23,7 @@ class Block:
     """A module whose calls are watched.
 
     Attributes:
+        forward: Gives what a call of it calls now.
         compiled: Whether it or a part of it is compiled.
         scripted: Whether a part of it is run by TorchScript, whose kernels depend on how often it has run.
         calls: How many calls there were since the model's forward began.
@@ -36,7 +37,7 @@ class Block:
         overwritten: Pairs of a call and the number of a selected op whose result is written to.
     """
 
-    def __init__(self, name: str, module: nn.Module, forward: Callable[..., Any], copies: Copies) -> None:
+    def __init__(self, name: str, module: nn.Module, forward: Callable[[], Callable[..., Any]], copies: Copies) -> None:
         self.name = name
         self.module = module
         self.forward = forward

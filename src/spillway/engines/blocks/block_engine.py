@@ -36,7 +36,7 @@ from spillway.engines.blocks.discovery import named
 from spillway.engines.blocks.extra_forward import Seen, undone, without_locals
 from spillway.engines.blocks.fingerprints import print_bytes
 from spillway.engines.blocks.groups import Group, Grouped, by_sequential, first_children
-from spillway.engines.blocks.hook import Hook
+from spillway.engines.blocks.hook import Hook, OwnForward
 from spillway.engines.blocks.iterators import CannotCopyError
 from spillway.engines.blocks.reach import Copies
 from spillway.engines.environment import Environment, Generator
@@ -241,7 +241,7 @@ class BlockEngine:
         try:
             self._take_over(groups)
             self._found = [self._blocks[name] for name in self.blocks]
-            self._model_forward = model.forward
+            self._model_forward = OwnForward(model).now
             self._install(model, self._forward)
         except BaseException:
             self._remove_hooks()
@@ -452,7 +452,7 @@ class BlockEngine:
         """Stand in front of every block; of a `Sequential` whose children run as blocks, behind what makes it one."""
         for sequential, own in by_sequential(groups):
             for name, group in own.items():
-                self._blocks[name] = Block(name, group.module, group.module.forward, self._copies)
+                self._blocks[name] = Block(name, group.module, OwnForward(group.module).now, self._copies)
             calls = {group: partial(self._call, self._blocks[name]) for name, group in own.items()}
             self._grouped[sequential] = Grouped(sequential, calls)
             self._fronts |= dict.fromkeys(own, self._install(sequential, self._grouped[sequential]))
@@ -504,7 +504,7 @@ class BlockEngine:
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         self.begin_forward(args, kwargs)
-        return self._model_forward(*args, **kwargs)
+        return self._model_forward()(*args, **kwargs)
 
     def _call(self, block: Block, *args: Any, **kwargs: Any) -> Any:
         runtime = self._runtime
@@ -512,16 +512,16 @@ class BlockEngine:
         # Bypassed in the middle of a block around this one, it is so from the next block on.
         off = replay is None and (self.closed or (self.bypassed and runtime.call is None))
         if off or not torch.is_grad_enabled() or hooks_are_off() or isinstance(replay, Passing):
-            return block.forward(*args, **kwargs)
+            return block.forward()(*args, **kwargs)
         if runtime.is_checkpointed() or block.checkpoints_itself():
             if replay is None and torch._C._current_graph_task_id() == -1:
                 # A call that is only counted.
                 self._reports.append(self._begun(block))
                 self._reports[-1].kept_because = _CHECKPOINTED
-            return block.forward(*args, **kwargs)
+            return block.forward()(*args, **kwargs)
         most = self.most_copied if replay is None and runtime.call is None else None
         if most is not None and _largest(block, args, kwargs) > most:
-            return block.forward(*args, **kwargs)
+            return block.forward()(*args, **kwargs)
         return self._watched_call(block, replay, args, kwargs)
 
     @unheard_by_modes
@@ -569,7 +569,7 @@ class BlockEngine:
         try:
             with self._entered(unit, checkpointed=False) as place:
                 with around as (given, named):
-                    output = heard(block.forward, *given, **named)
+                    output = heard(block.forward(), *given, **named)
                     left = seen.left(output)
                     del output
                 self._first.record[place] = *self._first.record[place][:2], left

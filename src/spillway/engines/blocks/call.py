@@ -150,7 +150,7 @@ class BlockRuntime:
         """Call a block from which nothing is wanted any more."""
         passing = Passing(holds=holds)
         with self.replaying(passing), Packing(passing.fill, lambda value: value):
-            return heard(block.forward, *args, **kwargs)
+            return heard(block.forward(), *args, **kwargs)
 
     def hooks_around(self) -> Hooks | None:
         """Hooks for saved tensors that somebody else has put around the block."""
@@ -289,6 +289,7 @@ class BlockCall:
         """Call the block for the first time."""
         self._notes = self.runtime.homes.notes
         self.environment = self.runtime.environment.capture()
+        self._forward = self.block.forward()
         self.snapshot = self.block.state.snapshot()
         try:
             self._freeze(args, kwargs, copied=self._to_copy)
@@ -302,7 +303,7 @@ class BlockCall:
         mode = Keeping(self.selection) if self.selection is not None else contextlib.nullcontext()
         begun = collectives_begun()
         with Packing(self._pack, _unpack), self.runtime.inside(self), mode:
-            output = heard(self.block.forward, *args, **kwargs)
+            output = heard(self._forward, *args, **kwargs)
         if isinstance(mode, Keeping) and mode.left:
             self.selection = None
         self.block.has_begun(collectives_begun() - begun)
@@ -660,7 +661,7 @@ class BlockCall:
         ):
             self.running_again = True
             try:
-                heard(self.block.forward, *args, **kwargs)
+                heard(self._forward, *args, **kwargs)
             except StopRecompute as stop:
                 if stop.replay is not replay:
                     raise
@@ -685,7 +686,7 @@ class BlockCall:
         else:
             replay = Replay(self, child=True)
         with self.runtime.replaying(replay), Packing(replay.fill, _same):
-            output = heard(self.block.forward, *args, **kwargs)
+            output = heard(self._forward, *args, **kwargs)
         if self.armed:
             for frozen in self.arguments():
                 frozen.written = frozen.moved_on

@@ -9,7 +9,7 @@ from typing import Any, Final, cast, final
 import torch
 from torch import nn
 
-from spillway.engines.blocks.hook import Bypassed, Hook
+from spillway.engines.blocks.hook import Bypassed, Hook, OwnForward
 from spillway.errors import ModelError
 
 _NAME: Final = "_compiled_call_impl"
@@ -57,10 +57,10 @@ class CompiledHook:
             vars(self.module)[_NAME] = found
 
 
-def in_front_of(module: nn.Module) -> Callable[..., Any]:
-    """What a call of this module calls, and a hook has to stand in front of."""
+def in_front_of(module: nn.Module) -> Callable[[], Callable[..., Any]]:
+    """Gives what a call of this module calls, and a hook has to stand in front of."""
     compiled: Callable[..., Any] | None = vars(module).get(_NAME)
-    return compiled if compiled is not None else module.forward
+    return OwnForward(module).now if compiled is None else lambda: compiled
 
 
 HOOKS: Final = (Hook, CompiledHook)

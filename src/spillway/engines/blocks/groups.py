@@ -18,7 +18,7 @@ from typing import Any, Final, final
 from torch import nn
 
 from spillway.engines.blocks.compiled_blocks import is_compiled
-from spillway.engines.blocks.hook import Hook
+from spillway.engines.blocks.hook import Hook, OwnForward
 from spillway.errors import ModelError
 
 _TO: Final = "-"
@@ -102,7 +102,8 @@ class Grouped:
 
     def __init__(self, sequential: nn.Sequential, calls: Mapping[Group, Callable[[Any], Any]]) -> None:
         self._sequential = sequential
-        self._plainly: Callable[..., Any] = sequential.forward
+        self._plainly = OwnForward(sequential).now
+        self._behind = self._plainly()
         self._children = children_of(sequential)
         self._parts: list[Callable[[Any], Any]] = []
         place = 0
@@ -113,9 +114,10 @@ class Grouped:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         children = self._sequential._modules.values()
+        plainly = self._plainly()
         same = len(children) == len(self._children) and all(map(operator.is_, children, self._children))
-        if not same or len(args) != 1 or kwargs:
-            return self._plainly(*args, **kwargs)
+        if not same or plainly != self._behind or len(args) != 1 or kwargs:
+            return plainly(*args, **kwargs)
         (given,) = args
         for part in self._parts:
             given = part(given)

@@ -53,6 +53,29 @@ class Bypassed(Protocol):
 
 
 @final
+class OwnForward:
+    """The forward of a module behind what is about to stand in front of it.
+
+    What its class has may be another at every call: a class is patched, or a module given another one, between steps.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._found: Callable[..., Any] = module.forward
+        self._of_class = True
+        self._of_class = vars(module).get(_NAME) is None and self._found == self.now()
+
+    def now(self) -> Callable[..., Any]:
+        """What a call of the module would call."""
+        kind = type(self._module)
+        for one in kind.__mro__ if self._of_class else ():
+            own: Any = vars(one).get(_NAME)
+            if own is not None:
+                return own.__get__(self._module, kind) if hasattr(own, "__get__") else own  # type: ignore[no-any-return]
+        return self._found
+
+
+@final
 class Hook:
     """Called in place of `module.forward`; a copy of the module, by whatever means, has a plain forward again.
 
@@ -69,12 +92,18 @@ class Hook:
         self._owner = owner
         self.patched = vars(module).get(_NAME)
         """A forward that somebody else had put there; None if there was none."""
-        self.original: Callable[..., Any] = module.forward
+        self._own = OwnForward(module)
         self._instead = instead
-        self.__name__ = getattr(self.original, "__name__", _NAME)
-        self.__doc__ = self.original.__doc__
+        original = self.original
+        self.__name__ = getattr(original, "__name__", _NAME)
+        self.__doc__ = original.__doc__
         with contextlib.suppress(TypeError, ValueError):  # some callables have none
-            self.__signature__ = inspect.signature(self.original)
+            self.__signature__ = inspect.signature(original)
+
+    @property
+    def original(self) -> Callable[..., Any]:
+        """What would be called if nothing stood here."""
+        return self._own.now()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # what is compiled is good for as long as `bypassed` stays as it is
