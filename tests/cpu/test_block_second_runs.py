@@ -565,3 +565,42 @@ def test_what_cannot_be_copied_and_is_attached_to_an_argument_keeps_no_block(mak
         return loss
 
     assert_recomputed_as_plain(Chain(Residual(), Residual()), loss_of)
+
+
+class Measured(Residual):
+    """Writes the norms of its gradients to a buffer when the backward comes to it, as calibrations do."""
+
+    def __init__(self, numbers: int) -> None:
+        super().__init__()
+        self.register_buffer("norms", torch.zeros(numbers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = super().forward(x) * (1 + self.norms.mean())
+        out.register_hook(self.measure)
+        return out
+
+    def measure(self, gradient: Tensor) -> None:
+        self.norms.add_(gradient.norm())
+
+
+def test_a_small_buffer_that_a_backward_writes_to_before_the_block_runs_again_is_no_obstacle() -> None:
+    assert_recomputed_as_plain(Chain(Measured(8), Measured(8)))
+
+
+def test_a_larger_one_is_told_once_and_copied_from_then_on_in_all_blocks() -> None:
+    def steps(model: nn.Module) -> State:
+        torch.manual_seed(0)
+        for number in range(3):
+            model.zero_grad()
+            x = torch.randn(20, WIDTH, generator=torch.Generator().manual_seed(number))
+            mean_square(model, x).backward()
+        return state_of(model, [])
+
+    plain = Chain(Measured(4096), Measured(4096))
+    model = copy.deepcopy(plain)
+    with BlockEngine(model, ["blocks.0", "blocks.1"], actions=lambda block, call: Action.RECOMPUTE):
+        with pytest.raises(RecomputeError, match=r"norms of blocks\.1 .* from the next step on it is copied first"):
+            steps(model)
+        model.load_state_dict(plain.state_dict())
+        found = steps(model)
+    assert difference(steps(plain), found) is None

@@ -37,11 +37,18 @@ class Block:
         overwritten: Pairs of a call and the number of a selected op whose result is written to.
     """
 
-    def __init__(self, name: str, module: nn.Module, forward: Callable[[], Callable[..., Any]], copies: Copies) -> None:
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        forward: Callable[[], Callable[..., Any]],
+        copies: Copies,
+        returned_to: set[tuple[type, str]],
+    ) -> None:
         self.name = name
         self.module = module
         self.forward = forward
-        self.state = ModuleState(module, copies)
+        self.state = ModuleState(module, copies, returned_to)
         self.compiled = any(is_compiled(part) for part in module.modules())
         self.scripted = any(isinstance(part, torch.jit.ScriptModule) for part in module.modules())
         self.calls = 0

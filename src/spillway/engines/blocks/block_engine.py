@@ -236,6 +236,7 @@ class BlockEngine:
         self._hooks: list[Hook | CompiledHook] = []
         self._blocks: dict[str, Block] = {}
         self._copies = Copies()
+        self._returned_to: set[tuple[type, str]] = set()
         self._fronts: dict[str, Hook | CompiledHook] = {}
         self._grouped: dict[nn.Module, Grouped] = {}
         try:
@@ -452,13 +453,16 @@ class BlockEngine:
         """Stand in front of every block; of a `Sequential` whose children run as blocks, behind what makes it one."""
         for sequential, own in by_sequential(groups):
             for name, group in own.items():
-                self._blocks[name] = Block(name, group.module, OwnForward(group.module).now, self._copies)
+                self._blocks[name] = Block(
+                    name, group.module, OwnForward(group.module).now, self._copies, self._returned_to
+                )
             calls = {group: partial(self._call, self._blocks[name]) for name, group in own.items()}
             self._grouped[sequential] = Grouped(sequential, calls)
             self._fronts |= dict.fromkeys(own, self._install(sequential, self._grouped[sequential]))
         for name, module in self._modules.items():
             if name not in groups:
-                block = self._blocks[name] = Block(name, module, in_front_of(module), self._copies)
+                block = Block(name, module, in_front_of(module), self._copies, self._returned_to)
+                self._blocks[name] = block
                 self._fronts[name] = self._install(module, partial(self._call, block))
 
     def goes_on(self, forward: Callable[..., Any]) -> Callable[..., Any]:

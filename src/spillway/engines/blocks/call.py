@@ -24,6 +24,7 @@ block runs decides whether that is allowed:
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 import time
 import weakref
@@ -775,18 +776,28 @@ def check_unchanged(call: BlockCall) -> None:
     moved = next((i for i, one in enumerate(call.arguments()) if one.moved_on and not one.copied), None)
     if moved is not None:
         call.block.written.add((call.number, moved))
-        error = RecomputeError(
+        raise _told(
             f"Argument {moved} of {call.name} was written to in place after the block had run, for the first time "
-            f"in this step, so the block cannot run again as it ran; from the next step on it is copied first."
+            f"in this step, so the block cannot run again as it ran; from the next step on it is copied first.",
+            once=True,
         )
-        error.once = True
-        raise error
+    call.block.state.reach(call.snapshot)
     written = call.snapshot.written()
     if written:
-        raise RecomputeError(
-            f"{written} of {call.block.name} was written to between its forward and its backward, so "
-            f"the block cannot run again as it ran; keep this block, or write after the backward."
+        once = not dataclasses.replace(call.snapshot, versions=[]).written()
+        rest = "from the next step on it is copied first" if once else "keep this block, or write after the backward"
+        raise _told(
+            f"{written} of {call.block.name} was written to between its forward and its backward, so the block cannot "
+            f"run again as it ran; {rest}.",
+            once=once,
         )
+
+
+def _told(sentence: str, *, once: bool) -> RecomputeError:
+    """Made here, since an error that a variable of a frame in its traceback holds outlives its step."""
+    error = RecomputeError(sentence)
+    error.once = once
+    return error
 
 
 @final

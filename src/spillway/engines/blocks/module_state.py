@@ -17,9 +17,14 @@ from spillway.engines.blocks.attributes import Seen as SeenAttributes
 from spillway.engines.blocks.fingerprints import Fingerprint, Seen, fingerprint
 from spillway.engines.blocks.reach import Copies, Reach, reach_of, version_of
 from spillway.internals.private import storage_address as address
+from spillway.units import Bytes
 
 LOOKS: Final = 3
 """Calls of a block in which all that can be reached from it is looked at."""
+SMALL: Final[Bytes] = 4096
+"""Buffers up to this size are copied until a backward has shown whether it writes to them, as counters of hooks are."""
+WAITED: Final = 16
+"""By so many calls, as a recurrent block has more of them before its first backward."""
 _PLAIN: Final = (Tensor, nn.Parameter)
 
 
@@ -82,13 +87,19 @@ class ModuleState:
     by then is written down, or looked at, at every call.
     """
 
-    def __init__(self, block: nn.Module, copies: Copies) -> None:
+    def __init__(self, block: nn.Module, copies: Copies, returned_to: set[tuple[type, str]]) -> None:
         self._modules, self._copies = tuple(block.modules()), copies
+        self._returned_to = returned_to
+        """Buffers of any block that a backward has written to before the block ran again, by class and name."""
         self._attributes = Attributes(self._modules)
         self._watched: dict[tuple[bool, ...], set[Attribute]] = {}
         """Buffers that change, by the training flags of the modules."""
         self._living: dict[tuple[bool, ...], weakref.WeakSet[Snapshot]] = {}
         """Of calls whose backward may still come, by the same flags, where buffers were not copied."""
+        self._reached = False
+        """A backward has come back to a call, and has written to buffers by then or has not."""
+        self._begun = 0
+        """Calls so far."""
         self._looks = 0
         self._deep = False
         """Whether something changes that lies deeper than attributes."""
@@ -114,6 +125,7 @@ class ModuleState:
         """The block now, with the names of all buffers."""
         training = tuple([module.training for module in self._modules])
         watched = self._watched.get(training)
+        self._begun += 1
         buffers: dict[Attribute, Tensor | None] = {}
         parameters: list[tuple[Tensor, int, str, nn.Module]] = []
         versions: list[tuple[Tensor, int, str, nn.Module]] = []
@@ -123,7 +135,9 @@ class ModuleState:
                 if parameter is not None:
                     parameters.append((parameter, parameter._version, name, module))
             for name, buffer in module._buffers.items():
-                looked_at = watched is None or (module, name) in watched
+                looked_at = (
+                    watched is None or (module, name) in watched or self._may_be_returned_to(module, name, buffer)
+                )
                 copy = _copied(buffer) if buffer is not None and looked_at else None
                 if buffer is not None and copy is not None:
                     copied[module, name] = buffer, version_of(buffer)
@@ -189,6 +203,8 @@ class ModuleState:
         if written and watched is not None:
             for module in self._modules:
                 watched.update((module, name) for name in module._buffers if name == written)
+        if watched is not None:
+            watched.update(one for one, (copied, version) in snapshot.copied.items() if version_of(copied) != version)
         lost = self._learn_deep(snapshot.reach) if snapshot.reach is not None else ""
         unseen = self._learn_unseen(snapshot)
         return _uncopied(beyond or written) if beyond or written else self._kept or unseen or lost
@@ -197,10 +213,26 @@ class ModuleState:
         written = {(module, name) for one, version, name, module in snapshot.versions if version_of(one) != version}
         copies = snapshot.buffers.items()
         changed = {one for one, before in copies if one in written or _differs(one, before)}
-        self._watched[snapshot.training] = changed
+        self._watched[snapshot.training] = set(changed)
+        changed |= {one for one, before in copies if before is not None and self._may_be_returned_to(*one, before)}
         snapshot.versions = [entry for entry in snapshot.versions if (entry[3], entry[2]) not in changed]
         snapshot.buffers = {one: before for one, before in copies if one in changed or before is None}
         snapshot.copied = {one: before for one, before in snapshot.copied.items() if one in changed}
+
+    def _may_be_returned_to(self, module: nn.Module, name: str, buffer: Tensor | None) -> bool:
+        """Whether it is copied although no forward was seen to change it."""
+        if (type(module), name) in self._returned_to:
+            return True
+        waited_for = not self._reached and self._begun <= WAITED
+        return waited_for and buffer is not None and buffer.nbytes <= SMALL
+
+    def reach(self, snapshot: Snapshot) -> None:
+        """A backward has come back to a call: what was written to meanwhile is copied from the next one on."""
+        self._reached = True
+        copied = ((*both, name, module) for (module, name), both in snapshot.copied.items())
+        moved = {(m, n) for one, version, n, m in (*copied, *snapshot.versions) if version_of(one) != version}
+        self._watched[snapshot.training].update(moved)
+        self._returned_to.update((type(module), name) for module, name in moved)
 
     def _hand_over(self, snapshot: Snapshot) -> None:
         """Modules that train write to what they only read where they evaluate: the calls before this one can run again
