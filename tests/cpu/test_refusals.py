@@ -535,6 +535,9 @@ def _operands() -> dict[str, tuple[Callable[..., Any], Sequence[Tensor]]]:
         "chosen": (lambda a, b: torch.where(a > 0, a, b), [single, single.double()]),
         "absolute": (torch.abs, [pairs]),
         "summed": (lambda a: a.sum(0, dtype=torch.float32), [single.bfloat16()]),
+        "half as long, its mean": (lambda a: a.mean(0), [single.bfloat16()]),
+        "its mean half as long": (lambda a: a.mean(dtype=torch.bfloat16), [single]),
+        "a mask, and products": (lambda a, b: torch.addcmul(a > 2, b, b), [whole, single]),
     }
 
 

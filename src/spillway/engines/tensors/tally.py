@@ -143,11 +143,12 @@ def _shorter(query: torch.Tensor) -> Bytes:
 
 
 _ARITHMETIC: Final = (
-    "add", "sub", "rsub", "mul", "div", "pow", "fmod", "remainder", "maximum", "minimum", "atan2", "where", "addcmul",
-    "addcdiv", "eq", "ne", "lt", "le", "gt", "ge", "exp", "log", "sqrt", "rsqrt", "sin", "cos", "tanh", "sigmoid",
-    "reciprocal", "abs", "angle",
+    "add", "sub", "rsub", "mul", "div", "pow", "fmod", "remainder", "maximum", "minimum", "atan2", "addcmul", "addcdiv",
+    "eq", "ne", "lt", "le", "gt", "ge", "exp", "log", "sqrt", "rsqrt", "sin", "cos", "tanh", "sigmoid", "reciprocal",
+    "abs", "angle",
 )  # fmt: skip
 """Ops that compute in one type, which on the CPU operands of others are cast to first."""
+_SHORT: Final = (torch.float16, torch.bfloat16)
 _IN_PLACE: Final = ("add_", "sub_", "mul_", "div_", "addcmul_", "addcdiv_")
 
 
@@ -159,7 +160,6 @@ def _of_casts(args: Sequence[Any], out: Any) -> Bytes:
     if out.dtype is torch.bool:  # of a comparison
         dtype = torch.result_type(args[0], args[1]) if len(args) > 1 else given[0].dtype
     else:
-        given = given[1:] if len(given) > 2 and given[0].dtype is torch.bool else given  # of `where` and its condition
         dtype = out.dtype
         if given[0].is_complex() and not dtype.is_complex:
             return int(out.numel()) * given[0].itemsize
@@ -180,6 +180,14 @@ def _of_sum(args: Sequence[Any], out: Any) -> Bytes:
     """What is summed, in the type of the sum."""
     x = args[0]
     return int(x.numel()) * out.itemsize if x.device.type == "cpu" and x.dtype is not out.dtype else 0
+
+
+def _of_mean(args: Sequence[Any], out: Any) -> Bytes:
+    """The same; what is to be in half precision is summed, and divided, in full."""
+    x = args[0]
+    if x.device.type != "cpu" or out.dtype not in _SHORT:
+        return _of_sum(args, out)
+    return 4 * (int(out.numel()) + (int(x.numel()) if x.dtype is not torch.float32 else 0))
 
 
 def _of_product(args: Sequence[Any], out: Any) -> Bytes:
@@ -218,7 +226,9 @@ _WITHIN: Final[Mapping[str, Callable[[Sequence[Any], Any], Bytes]]] = MappingPro
     {
         **{f"aten::{name}": _of_casts for name in _ARITHMETIC},
         **{f"aten::{name}": _of_casts_in_place for name in _IN_PLACE},
-        **{f"aten::{name}": _of_sum for name in ("sum", "mean")},
+        "aten::where": lambda args, out: _of_casts(args[1:], out),
+        "aten::sum": _of_sum,
+        "aten::mean": _of_mean,
         **{f"aten::{name}": _of_product for name in ("mm", "addmm")},
         **{f"aten::{name}": _of_batched_product for name in ("bmm", "baddbmm")},
         "aten::_scaled_dot_product_flash_attention_for_cpu": _of_attention,
