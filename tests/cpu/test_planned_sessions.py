@@ -6,7 +6,7 @@ import contextlib
 import gc
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -23,10 +23,11 @@ import spillway
 from spillway.engines.tensors.cpu_machine import CpuMachine
 from spillway.errors import BudgetInfeasible
 from spillway.ir import Plan, Step
+from spillway.memory.lanes import Stall
 from spillway.methods import AbstractPlanner, Planned, Problem, Window
 from spillway.native.arena import Arena, counts, reset_peaks
 from spillway.recording.steps import record_step
-from spillway.session.planned_steps import MOST_RECORDINGS, SERVED
+from spillway.session.planned_steps import MOST_RECORDINGS, SERVED, StoppedClock
 from spillway.session.tensor_session import TensorSession
 from spillway.workloads import seed_everything
 from tests.cpu.families import FAMILIES, State, difference, state_of
@@ -605,3 +606,22 @@ def test_a_step_of_other_sizes_is_another_one_though_the_plan_moves_nothing_of_i
     assert made[5].plan.gaps
     with pytest.warns(UserWarning, match=r"The plan is for another step, of \d+ ops: this one, of \d+, is different"):
         by_length(Planned(made[2].plan, made[2].step), [8, 512])
+
+
+def test_a_clock_that_stands_still_looks_at_nothing_twice() -> None:
+    """What ops take is asked twice an op, of as many copies as a step has."""
+
+    class Looked(list[Stall]):
+        def __iter__(self) -> Iterator[Stall]:
+            looked.extend(self[:])
+            return super().__iter__()
+
+    looked: list[Stall] = []
+    spans = Looked(Stall(0.0, 1000.0, None, 0) for _ in range(3))
+    clock = StoppedClock(lambda: spans)
+    before = clock()
+    looked.clear()
+    assert clock() - before < 500
+    spans.append(Stall(0.0, 1000.0, None, 0))
+    assert clock() - before < -500
+    assert looked == []

@@ -8,7 +8,6 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
 from typing import Any, Final, final
 
 import torch
@@ -59,9 +58,9 @@ class StoppedClock:
 
     def __call__(self) -> Seconds:
         now, spans = time.perf_counter(), self._under_way()
-        for span in islice(spans, self._counted, None):
-            self._stood += span.ended - span.began
-        self._counted = len(spans)
+        new = spans[self._counted :]
+        self._stood += sum(span.ended - span.began for span in new)
+        self._counted = min(self._counted + len(new), len(spans))  # workers may add to them meanwhile
         return now - self._stood
 
 
