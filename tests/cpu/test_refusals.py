@@ -117,6 +117,16 @@ def test_what_blocks_are_called_with_is_named_where_it_stays_and_not_where_it_wa
     assert trained(int(refusal.smallest_budget / block_refusal_cases.TOO_MUCH)) is not None
 
 
+@pytest.mark.parametrize("short", [torch.bfloat16, torch.float16])
+def test_what_a_refusal_names_in_half_precision_is_called_a_bound_from_below(short: torch.dtype) -> None:
+    """Kernels of products pack their operands, and add up in full precision, as each processor has it."""
+    for dtype in (torch.float32, short):
+        model = nn.Sequential(*(Widening() for _ in range(4))).to(dtype)
+        refusal = refused(model, torch.randn(256, 64, dtype=dtype), 100_000, "checkpoint")
+        assert refusal is not None
+        assert refusal.exact == (dtype is torch.float32)
+
+
 @pytest.mark.parametrize("case", [CASES["language"], CASES["tree"], MASKED], ids=str)
 @pytest.mark.parametrize("budget", [40_000, 250_000])
 def test_a_method_that_takes_a_multiple_of_the_budget_at_most_names_what_the_whole_step_takes(

@@ -27,8 +27,10 @@ from spillway.units import Bytes
 
 _BLOCKED: Final = 32
 """Columns that LAPACK works on at once."""
-_BY_PROCESSOR: Final = frozenset({"aten::convolution", "aten::convolution_backward"})
-"""Ops of which only the kernels of full precision are told: the others are every processor's own."""
+_SHORT: Final = (torch.float16, torch.bfloat16)
+_PRODUCTS: Final = ("mm", "addmm", "bmm", "baddbmm")
+_BY_PROCESSOR: Final = frozenset(f"aten::{name}" for name in ("convolution", "convolution_backward", *_PRODUCTS))
+"""Ops of which only the kernels of full precision are told for sure: the others are every processor's own."""
 _UNTOLD: Final = frozenset({"aten::mkldnn_rnn_layer"})
 """Ops whose last result is a workspace that fake tensors have no size of."""
 _PACKS: Final[Mapping[torch.dtype, tuple[str, int, int]]] = MappingProxyType(
@@ -148,7 +150,6 @@ _ARITHMETIC: Final = (
     "abs", "angle",
 )  # fmt: skip
 """Ops that compute in one type, which on the CPU operands of others are cast to first."""
-_SHORT: Final = (torch.float16, torch.bfloat16)
 _IN_PLACE: Final = ("add_", "sub_", "mul_", "div_", "addcmul_", "addcdiv_")
 
 
@@ -229,8 +230,8 @@ _WITHIN: Final[Mapping[str, Callable[[Sequence[Any], Any], Bytes]]] = MappingPro
         "aten::where": lambda args, out: _of_casts(args[1:], out),
         "aten::sum": _of_sum,
         "aten::mean": _of_mean,
-        **{f"aten::{name}": _of_product for name in ("mm", "addmm")},
-        **{f"aten::{name}": _of_batched_product for name in ("bmm", "baddbmm")},
+        **{f"aten::{name}": _of_product for name in _PRODUCTS[:2]},
+        **{f"aten::{name}": _of_batched_product for name in _PRODUCTS[2:]},
         "aten::_scaled_dot_product_flash_attention_for_cpu": _of_attention,
         "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _of_attention_backward,
         "aten::convolution": within_convolution,
@@ -325,7 +326,7 @@ class Tally(cast(Any, TorchDispatchMode)):  # type: ignore[misc]  # torch's clas
         at_once = self._at_once(func, args, given, out)
         self.largest = max(self.largest, at_once + self.small)
         within = self._within[func._schema.name](args, out) if func._schema.name in _WITHIN else 0
-        if func._schema.name in _BY_PROCESSOR and args[0].device.type == "cpu" and args[0].itemsize < 4:
+        if func._schema.name in _BY_PROCESSOR and args[0].device.type == "cpu" and args[0].dtype in _SHORT:
             self.sure = False
         self.lives, self.peak = max(self.lives, self.alive), max(self.peak, self.alive + within)
         return out
