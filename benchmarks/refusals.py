@@ -109,5 +109,5 @@ def _wrong(rows: Sequence[Row]) -> list[str]:
 
 
 BENCHMARK: Final = Benchmark(
-    name="refusals", run=run, judge=_checks, full=Size(trainings=92), quick=Size(trainings=3, shares=(0.5,), among=20)
+    name="refusals", run=run, judge=_checks, full=Size(trainings=108), quick=Size(trainings=3, shares=(0.5,), among=20)
 )
