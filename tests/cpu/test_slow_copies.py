@@ -13,6 +13,7 @@ from typing import Any, final
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import spillway
 from spillway.errors import BudgetInfeasible
@@ -46,7 +47,7 @@ def copies(patches: pytest.MonkeyPatch) -> Iterator[Callable[[bool], None]]:
         if late.is_set():
             gate.clear()
         slot = start_write(*args)
-        if not late.is_set():
+        if not late.is_set() and slot.writing is not None:
             slot.writing.result()
         return slot
 
@@ -195,7 +196,8 @@ def test_where_nothing_can_be_told_a_block_begins_when_what_was_sent_is_out(monk
 def test_what_does_not_count_as_leaving_any_more_is_free(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Asked in the middle of a worker's letting go."""
     between, asked = threading.Event(), threading.Event()
-    weak, here = transfer.StorageWeakRef, threading.current_thread()
+    weak: Any = StorageWeakRef
+    here = threading.current_thread()
 
     def slowly(storage: torch.UntypedStorage) -> Any:
         if threading.current_thread() is not here:
