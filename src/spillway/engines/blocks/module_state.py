@@ -223,8 +223,9 @@ class ModuleState:
         """Whether it is copied although no forward was seen to change it."""
         if (type(module), name) in self._returned_to:
             return True
-        waited_for = not self._reached and self._begun <= WAITED
-        return waited_for and buffer is not None and buffer.nbytes <= SMALL
+        if self._reached or self._begun > WAITED or buffer is None:
+            return False
+        return buffer.layout is torch.strided and not buffer.is_nested and buffer.nbytes <= SMALL
 
     def reach(self, snapshot: Snapshot) -> None:
         """A backward has come back to a call: what was written to meanwhile is copied from the next one on."""
