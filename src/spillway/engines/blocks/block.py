@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import nn
 
 from spillway.engines.blocks.compiled_blocks import is_compiled
+from spillway.engines.blocks.hook import OwnForward
 from spillway.engines.blocks.module_state import ModuleState
 from spillway.engines.blocks.reach import Copies
 from spillway.internals.private import fully_sharded, process_groups
@@ -23,7 +23,7 @@ class Block:
     """A module whose calls are watched.
 
     Attributes:
-        forward: Gives what a call of it calls now.
+        own: Gives what a call of it calls now, as `forward` does.
         compiled: Whether it or a part of it is compiled.
         scripted: Whether a part of it is run by TorchScript, whose kernels depend on how often it has run.
         calls: How many calls there were since the model's forward began.
@@ -38,16 +38,11 @@ class Block:
     """
 
     def __init__(
-        self,
-        name: str,
-        module: nn.Module,
-        forward: Callable[[], Callable[..., Any]],
-        copies: Copies,
-        returned_to: set[tuple[type, str]],
+        self, name: str, module: nn.Module, own: OwnForward, copies: Copies, returned_to: set[tuple[type, str]]
     ) -> None:
         self.name = name
         self.module = module
-        self.forward = forward
+        self.own, self.forward = own, own.now
         self.state = ModuleState(module, copies, returned_to)
         self.compiled = any(is_compiled(part) for part in module.modules())
         self.scripted = any(isinstance(part, torch.jit.ScriptModule) for part in module.modules())

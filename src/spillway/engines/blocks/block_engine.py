@@ -242,7 +242,7 @@ class BlockEngine:
         try:
             self._take_over(groups)
             self._found = [self._blocks[name] for name in self.blocks]
-            self._model_forward = OwnForward(model).now
+            self._own = OwnForward(model)
             self._install(model, self._forward)
         except BaseException:
             self._remove_hooks()
@@ -454,7 +454,7 @@ class BlockEngine:
         for sequential, own in by_sequential(groups):
             for name, group in own.items():
                 self._blocks[name] = Block(
-                    name, group.module, OwnForward(group.module).now, self._copies, self._returned_to
+                    name, group.module, OwnForward(group.module), self._copies, self._returned_to
                 )
             calls = {group: partial(self._call, self._blocks[name]) for name, group in own.items()}
             self._grouped[sequential] = Grouped(sequential, calls)
@@ -508,7 +508,8 @@ class BlockEngine:
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         self.begin_forward(args, kwargs)
-        return self._model_forward()(*args, **kwargs)
+        own = self._own
+        return (own.bound if type(self.model).forward is own.declared else own.now())(*args, **kwargs)
 
     def _call(self, block: Block, *args: Any, **kwargs: Any) -> Any:
         runtime = self._runtime
@@ -516,7 +517,8 @@ class BlockEngine:
         # Bypassed in the middle of a block around this one, it is so from the next block on.
         off = replay is None and (self.closed or (self.bypassed and runtime.call is None))
         if off or not torch.is_grad_enabled() or hooks_are_off() or isinstance(replay, Passing):
-            return block.forward()(*args, **kwargs)
+            own = block.own
+            return (own.bound if type(block.module).forward is own.declared else own.now())(*args, **kwargs)
         if runtime.is_checkpointed() or block.checkpoints_itself():
             if replay is None and torch._C._current_graph_task_id() == -1:
                 # A call that is only counted.

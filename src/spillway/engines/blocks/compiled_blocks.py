@@ -57,10 +57,9 @@ class CompiledHook:
             vars(self.module)[_NAME] = found
 
 
-def in_front_of(module: nn.Module) -> Callable[[], Callable[..., Any]]:
+def in_front_of(module: nn.Module) -> OwnForward:
     """Gives what a call of this module calls, and a hook has to stand in front of."""
-    compiled: Callable[..., Any] | None = vars(module).get(_NAME)
-    return OwnForward(module).now if compiled is None else lambda: compiled
+    return OwnForward(module, vars(module).get(_NAME))
 
 
 HOOKS: Final = (Hook, CompiledHook)

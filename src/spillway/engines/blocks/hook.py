@@ -59,11 +59,14 @@ class OwnForward:
     What its class has may be another at every call: a class is patched, or a module given another one, between steps.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, instead: Callable[..., Any] | None = None) -> None:
         self._module = module
-        self._found: Callable[..., Any] = module.forward
+        self._found: Callable[..., Any] = module.forward if instead is None else instead
         self._of_class = True
         self._of_class = vars(module).get(_NAME) is None and self._found == self.now()
+        self.declared: Any = type(module).forward
+        self.bound = self.now()
+        """What `now` gives as long as the class of the module has the same: on the way of every call, without one."""
 
     def now(self) -> Callable[..., Any]:
         """What a call of the module would call."""
