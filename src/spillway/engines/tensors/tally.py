@@ -28,8 +28,9 @@ from spillway.units import Bytes
 _BLOCKED: Final = 32
 """Columns that LAPACK works on at once."""
 _SHORT: Final = (torch.float16, torch.bfloat16)
-_PRODUCTS: Final = ("mm", "addmm", "bmm", "baddbmm")
-_BY_PROCESSOR: Final = frozenset(f"aten::{name}" for name in ("convolution", "convolution_backward", *_PRODUCTS))
+_PRODUCTS: Final = ("aten::mm", "aten::addmm")
+_BATCHED: Final = ("aten::bmm", "aten::baddbmm")
+_BY_PROCESSOR: Final = frozenset({"aten::convolution", "aten::convolution_backward", *_PRODUCTS, *_BATCHED})
 """Ops of which only the kernels of full precision are told for sure: the others are every processor's own."""
 _UNTOLD: Final = frozenset({"aten::mkldnn_rnn_layer"})
 """Ops whose last result is a workspace that fake tensors have no size of."""
@@ -230,8 +231,8 @@ _WITHIN: Final[Mapping[str, Callable[[Sequence[Any], Any], Bytes]]] = MappingPro
         "aten::where": lambda args, out: _of_casts(args[1:], out),
         "aten::sum": _of_sum,
         "aten::mean": _of_mean,
-        **{f"aten::{name}": _of_product for name in _PRODUCTS[:2]},
-        **{f"aten::{name}": _of_batched_product for name in _PRODUCTS[2:]},
+        **dict.fromkeys(_PRODUCTS, _of_product),
+        **dict.fromkeys(_BATCHED, _of_batched_product),
         "aten::_scaled_dot_product_flash_attention_for_cpu": _of_attention,
         "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _of_attention_backward,
         "aten::convolution": within_convolution,
