@@ -252,7 +252,7 @@ def test_a_worker_of_a_loader_that_is_killed_ends_the_step_with_a_clear_error() 
             pytest.raises(RuntimeError, match=r"DataLoader worker .* (killed by signal|exited unexpectedly)"),
             memory.step(),
         ):
-            loader = iter(DataLoader(Rows(torch.ones(4, 4), dies=1), num_workers=1))
+            loader = iter(DataLoader(Rows(torch.ones(4, 4), dies=0), num_workers=1))
             while True:
                 model(torch.randn(96, 64, generator=torch.Generator().manual_seed(1)))
                 next(loader)
