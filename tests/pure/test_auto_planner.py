@@ -213,3 +213,22 @@ def test_what_steps_take_beside_their_blocks_is_learned_from_whole_steps() -> No
         menus.take(step, blocks, forecast)
     found = menus.problem(forecast, 1000, (8,), moves=False)
     assert (found.plain, found.rest) == (10.0, 5.0)
+
+
+@pytest.mark.parametrize("tokens", [70, 90])
+def test_what_is_too_small_to_leave_is_not_promised_to_leave_at_a_new_size(tokens: int) -> None:
+    def stays(tokens: int) -> int:
+        return 8 * tokens if tokens < 125 else 0
+
+    menus = Menus(batched=False)
+    for size in (60, 80, 100, 140, 160, 200):
+        step = StepSample(size=(size,), recomputed=frozenset((0,)), peak=1, out_rate=1.0, in_rate=1.0)
+        leaving = 100 * size - stays(size)
+        block = BlockSample(block=0, size=(size,), nbytes=100 * size, seconds=2.0, leaving=leaving)
+        menus.take(step, [block], None)
+    saved = (100 * tokens,)
+    forecast = Forecast(saved=saved, seconds=(2.0,), turn=0, rest=0, working=(0,), gradients=(0,))
+    first, _ = menus.problem(forecast, 10**6, (tokens,), moves=True).blocks
+    (offloaded,) = (option for option in first.options if option.action is Action.OFFLOAD)
+    assert offloaded.moved + offloaded.resident == saved[0]
+    assert offloaded.resident >= stays(tokens)

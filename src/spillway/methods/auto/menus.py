@@ -91,7 +91,8 @@ class Menus:
         self._batched = batched
         self._laws: Laws = {}
         self._inputs: dict[int, Estimate] = {}
-        self._leaving: dict[int, Estimate] = {}
+        self._staying: dict[int, Estimate] = {}
+        """Of what blocks save, what is too small to leave. There is no law of it: where it is larger, it leaves."""
         self._kept: dict[int, Estimate] = {}
         self._stays: set[int] = set()
         """Blocks whose input stays where the one before them is kept."""
@@ -113,7 +114,8 @@ class Menus:
         for sample in blocks[:known]:  # calls that no step made of which bytes were learned teach nothing
             if not moved:
                 self._estimate(self._inputs, sample.block).observe(sample.size, sample.inputs)
-                self._estimate(self._leaving, sample.block).observe(sample.size, sample.leaving)
+                staying = self._estimate(self._staying, sample.block, windows=False)
+                staying.observe(sample.size, max(sample.nbytes - sample.leaving, 0))
                 if sample.holds_result:
                     self._stays.add(sample.block + 1)
             if sample.action.selects and sample.kept:
@@ -150,9 +152,9 @@ class Menus:
         held = call in self._stays and call > 0 and plan.keeps(call - 1)
         return not held and self._at(self._inputs, call, plan.size) > 0
 
-    def _estimate(self, estimates: dict[int, Estimate], block: int) -> Estimate:
+    def _estimate(self, estimates: dict[int, Estimate], block: int, *, windows: bool = True) -> Estimate:
         if block not in estimates:
-            estimates[block] = Estimate(batched=self._batched, laws=self._laws)
+            estimates[block] = Estimate(batched=self._batched, laws=self._laws, windows=windows)
         return estimates[block]
 
     def _take_seconds(self, sample: BlockSample, forecast: Forecast | None) -> None:
@@ -176,10 +178,10 @@ class Menus:
         kept = self._kept_at(forecast, inputs, size)
         likes = [
             (
-                forecast.saved[call], min(self._at(self._leaving, call, size), forecast.saved[call]), inputs[call],
-                kept[call], call not in self._stays,
+                saved, max(saved - self._at(self._staying, call, size), 0) if call in self._staying else 0,
+                inputs[call], kept[call], call not in self._stays,
             )
-            for call in calls
+            for call, saved in enumerate(forecast.saved)
         ]  # fmt: skip
         alike: dict[Like, list[int]] = {}
         for call, like in enumerate(likes):
