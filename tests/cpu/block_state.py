@@ -130,6 +130,16 @@ def _other_data(part: Any) -> int:
     return len(part.held)
 
 
+def _other_data_inside(part: Any) -> int:
+    part.held[0].data = part.held[0].repeat(2) + 1
+    return len(part.held[0])
+
+
+def _swapped(part: Any) -> int:
+    torch.utils.swap_tensors(part.held, torch.nn.Parameter(part.held.detach().repeat(2) + 1))
+    return len(part.held)
+
+
 def _attribute_of_tensor(part: Any) -> int:
     part.held.n = getattr(part.held, "n", 0) + 1
     return int(part.held.n)
@@ -205,6 +215,11 @@ HELD: dict[str, tuple[Callable[[], Any], Callable[[Any], int]]] = {
     "tensor of other data": (lambda: torch.ones(1), _other_data),
     "attribute of a tensor": (lambda: torch.ones(1), _attribute_of_tensor),
     "attribute of a parameter": (lambda: torch.nn.Parameter(torch.ones(1)), _attribute_of_tensor),
+    "parameter of other data": (lambda: torch.nn.Parameter(torch.ones(1)), _other_data),
+    "frozen parameter of other data": (lambda: torch.nn.Parameter(torch.ones(1), requires_grad=False), _other_data),
+    "parameter of other data in a list": (lambda: [torch.nn.Parameter(torch.ones(1))], _other_data_inside),
+    "parameter that is set": (lambda: torch.nn.Parameter(torch.ones(1), requires_grad=False), _set_elsewhere),
+    "parameter that is swapped": (lambda: torch.nn.Parameter(torch.ones(1)), _swapped),
     "attribute of what Python defines": (lambda: _Subclass(torch.ones(1)), _attribute_of_tensor),
     "buffer that grows": (lambda: torch.zeros(0), _longer),
     "buffer that is turned": (lambda: torch.arange(4).view(2, 2), _turned),
@@ -261,5 +276,9 @@ def _told(held: Any) -> Any:
 
 
 KINDS = (*ELSEWHERE, *HELD)
+OTHER_PARAMETERS = (
+    "parameter of other data", "frozen parameter of other data", "parameter that is set", "parameter that is swapped",
+)  # fmt: skip
+"""Those whose blocks put a parameter of their own elsewhere: these are not copied, and such blocks run once."""
 COPIED_KINDS = tuple(kind for kind in KINDS if not kind.startswith("view"))
 """Those of modules that can be copied, as programs are."""

@@ -60,6 +60,15 @@ def test_stages_that_hold_little_but_blocks_are_none() -> None:
     assert discover(model, lambda: model(X)) == expected
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_buffers_without_a_storage_of_their_own_are_no_obstacle(layout: torch.layout) -> None:
+    model = Chain(Residual(), Residual())
+    for block in model.blocks:
+        block.register_buffer("mask", torch.eye(32).to_sparse(layout=layout))
+    assert discover(model, lambda: model(X)) == ["blocks.0", "blocks.1"]
+
+
 def test_one_module_that_is_called_again_is_a_block() -> None:
     model = Shared(Residual())
     assert discover(model, lambda: model(X)) == ["block"]

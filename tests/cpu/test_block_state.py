@@ -30,7 +30,7 @@ from spillway.methods.actions import Action
 from tests.cpu import block_elsewhere as elsewhere
 from tests.cpu.block_judge import _same
 from tests.cpu.block_parts import WIDTH, Part
-from tests.cpu.block_state import KINDS, Stateful
+from tests.cpu.block_state import KINDS, OTHER_PARAMETERS, Stateful
 
 
 def _alone(block: nn.Module, x: Tensor) -> Tensor:
@@ -101,8 +101,74 @@ def test_a_second_run_finds_state_as_the_first_did(kind: str, capsys: pytest.Cap
     kept = [call.kept_because for call in calls]
     if kind.startswith("generator"):
         assert set(kept) == {"it changes the generator _generator, which cannot be put back"}
+    elif kind in OTHER_PARAMETERS:
+        assert set(kept) == {"it changes held, which was not copied before"}
     else:
         assert sum(call.recomputes for call in calls) >= len(calls) - 2, kept
+
+
+class Hooking(Part):
+    """Hangs a hook on its weight in every forward, in the place of the last one, or for one time."""
+
+    def __init__(self, once: bool, accumulated: bool) -> None:
+        super().__init__()
+        self.once, self.accumulated = once, accumulated
+        self.handle: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.linear.weight
+        if self.handle is not None and not self.once:
+            self.handle.remove()
+        held = list[Any]()
+
+        def hook(gradient: Tensor) -> Tensor | None:
+            if self.once:
+                held[0].remove()
+            if not self.accumulated:
+                return gradient * 3
+            assert weight.grad is not None
+            weight.grad.mul_(3)
+            return None
+
+        register: Any = weight.register_post_accumulate_grad_hook if self.accumulated else weight.register_hook
+        held.append(register(hook))
+        self.handle = held[0]
+        return self.linear(x).tanh()
+
+    @property
+    def hooks(self) -> int:
+        weight = self.linear.weight
+        return len(weight._backward_hooks or ()) + len(weight._post_accumulate_grad_hooks or ())
+
+
+@pytest.mark.parametrize("accumulated", [False, True])
+@pytest.mark.parametrize("once", [False, True])
+def test_a_hook_that_a_forward_hangs_on_a_parameter_is_hung_once(once: bool, accumulated: bool) -> None:
+    def trained(*, runs_again: bool) -> tuple[list[Tensor], list[int], int]:
+        torch.manual_seed(0)
+        model, again = nn.Sequential(*(Hooking(once, accumulated) for _ in range(2))), 0
+        x = torch.randn(4, WIDTH)
+        engine = BlockEngine(model, ["0", "1"], actions=lambda block, call: Action.RECOMPUTE) if runs_again else None
+        for _ in range(8):
+            model(x).square().mean().backward()
+            again += sum(call.recomputes for call in engine.calls) if engine is not None else 0
+        if engine is not None:
+            engine.close()
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        return gradients, [part.hooks for part in model.modules() if isinstance(part, Hooking)], again
+
+    gradients, hooks, _ = trained(runs_again=False)
+    found, found_hooks, again = trained(runs_again=True)
+    assert again > 4
+    assert _same(found, gradients)
+    assert found_hooks == hooks
+
+
+@pytest.mark.parametrize("accumulated", [False, True])
+def test_an_extra_forward_leaves_no_hook_on_a_parameter(accumulated: bool) -> None:
+    block = Hooking(once=True, accumulated=accumulated)
+    _alone(block, torch.randn(4, WIDTH))
+    assert block.hooks == 0
 
 
 class Large(Part):

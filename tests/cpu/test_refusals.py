@@ -73,6 +73,21 @@ def test_a_refusal_says_what_it_takes_where_gradients_stay_allocated(method: str
     assert trained(int(named / refusal_cases.TOO_MUCH)) is not None
 
 
+@pytest.mark.parametrize("budget", ["3 MiB", "8 MiB"])
+@pytest.mark.parametrize("foreach", [False, True])
+def test_a_refusal_says_what_an_optimizer_takes_for_all_parameters_at_once(foreach: bool, budget: str) -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(8)))
+    optimizer, x = torch.optim.AdamW(model.parameters(), foreach=foreach), torch.randn(8, 256)
+    with spillway.manage(model, optimizer, budget=budget, method="checkpoint") as memory:
+        with pytest.raises(BudgetInfeasible) as raised, memory.step(x):
+            model(x).square().mean().backward()
+            optimizer.step()
+        with memory.step(x), torch.no_grad():
+            model(x)  # which no optimizer has a say in
+    said = [note for note in raised.value.__notes__ if "with foreach=False it takes one after the other" in note]
+    assert len(said) == foreach
+
+
 @pytest.mark.parametrize("method", ["auto", "lru"])
 def test_what_a_loss_takes_that_needs_more_than_any_op_of_the_model_is_called_a_bound_from_below(method: str) -> None:
     model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))

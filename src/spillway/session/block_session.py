@@ -27,10 +27,10 @@ from spillway.engines.blocks.hook import Hook
 from spillway.engines.blocks.meter import meter_for
 from spillway.engines.blocks.trace import AbstractTrace, trace_for
 from spillway.engines.tensors.devices import device_of, engine_for
-from spillway.engines.tensors.optimizers import Update
+from spillway.engines.tensors.optimizers import Update, together
 from spillway.engines.tensors.origins import line_of_forward
 from spillway.engines.tensors.torch_compile import running_compiled
-from spillway.engines.tensors.twins import others_hear
+from spillway.engines.tensors.twins import others_hear, unseen
 from spillway.errors import (
     BudgetInfeasible,
     ModelError,
@@ -1072,6 +1072,14 @@ class _Step(AbstractStep):
                 f"Where gradients stay allocated from one backward to the next forward, as in accumulation and with "
                 f"zero_grad(set_to_none=False), it takes {kept} bytes ({format_bytes(kept)})."
             )
+        for optimizer in self._session._optimizers if watch is not None and watch.by_update else ():
+            with unseen():
+                nbytes = together(optimizer)
+            if nbytes:
+                told.add_note(
+                    f"Of that {nbytes} bytes ({format_bytes(nbytes)}) at most are what {type(optimizer).__name__} "
+                    f"takes for all parameters at once: with foreach=False it takes one after the other."
+                )
         if self._lost:
             told.add_note(self._lost)
         return told

@@ -283,6 +283,8 @@ class StepWatch:
         self._measured = measured
         self.path = ""
         """Of this step so far, as `measured` takes it."""
+        self.by_update = False
+        """Whether the budget that a refusal named is that of an update."""
         self._start = start
         self._budget = budget
         budget.begin(start)
@@ -569,6 +571,7 @@ class StepWatch:
             enough = self._enough(peak) if windows and not needs.held else None
             if enough is not None:
                 smallest = min(smallest, max(most, enough, needs.step(0, level)[1]))
+            self.by_update = needs.step(0, level)[1] >= smallest
             sure = bool(windows) and not in_backward() and (enough is not None or self.recomputes)
             self._refuse(most, self._engine.begun, smallest, exact=sure)
 
@@ -786,7 +789,8 @@ class StepWatch:
     def _refuse(self, needed: Bytes, number: int, smallest: Bytes, *, exact: bool) -> NoReturn:
         name = self._engine.unit(number)[0] if number < self._engine.begun else "the step"
         if "o" not in self.path and (torch.is_grad_enabled() or in_backward()):
-            smallest = max(smallest, self._start + self._foresight.update)
+            update = self._start + self._foresight.update
+            self.by_update, smallest = update >= smallest, max(update, smallest)
         raise self._budget.refusal(needed, name, number, smallest, exact=exact)
 
     def _free(self) -> Bytes:

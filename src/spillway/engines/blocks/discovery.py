@@ -67,7 +67,8 @@ class Watch:
         self._outside: set[int] = set()
         self._inside: list[Called] = []
         self._witnesses: list[tuple[Called, Tensor, int]] = []
-        self._fixed = {address(tensor) for tensor in (*model.parameters(), *model.buffers())}
+        every = (*model.parameters(), *model.buffers())
+        self._fixed = {address(tensor) for tensor in every if torch._C._has_storage(tensor)}
 
     def nbytes(self, module: nn.Module) -> Bytes:
         """Bytes of the storages that autograd saved in the calls of a module, parameters left out, each once."""

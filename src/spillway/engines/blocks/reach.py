@@ -45,6 +45,8 @@ MOST_INSTALLED: Final = 2000
 """Functions of installed packages that are looked into: what a model uses of them lies near."""
 _ATOMS: Final = ATOMS | {torch.Size, weakref.ProxyType, weakref.CallableProxyType}
 _HEAP_TYPE: Final = 1 << 9  # of `type.__flags__`: a class that Python code defines
+HOOKS: Final = ("_backward_hooks", "_post_accumulate_grad_hooks")
+"""Where a tensor has those that are called with its gradient."""
 _HANDLED: Final = ("_parameters", "_buffers")
 _MISSING: Final = object()
 
@@ -393,7 +395,7 @@ class Reach:
             self._visit_instance(tensor)
         if is_leaf(tensor) and not (self._lasting and id(tensor) in self._fixed):
             self._note(functools.partial(_of_leaf, tensor), functools.partial(_put_leaf, tensor))
-            if _is_plain(tensor) and (place := Place.of(tensor)) is not None:
+            if _is_plain(tensor, nn.Parameter) and (place := Place.of(tensor)) is not None:
                 read = functools.partial(Place.of, tensor)
                 self._entries.append(_Entry(read, place, lambda was: was.put_back(tensor), operator.eq))
         if not self._with_bytes or id(tensor) in self._fixed:
@@ -447,8 +449,8 @@ def version_of(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _is_plain(tensor: Tensor) -> bool:
-    strided = type(tensor) in PLAIN and tensor.layout is torch.strided
+def _is_plain(tensor: Tensor, *others: type) -> bool:
+    strided = type(tensor) in (*PLAIN, *others) and tensor.layout is torch.strided
     return strided and torch._C._has_storage(tensor) and not tensor.is_meta
 
 
@@ -558,10 +560,10 @@ def _put_named(held: dict[str, Any], values: dict[str, Any]) -> None:
 
 
 def _of_leaf(tensor: Tensor) -> _Values:
-    hooks = tensor._backward_hooks
     leaf = is_leaf(tensor)
     grad = tensor.grad if leaf else None
-    return _Values(leaf=leaf, requires_grad=tensor.requires_grad, grad=grad, hooks=len(hooks or ()))
+    counts = {name: len(getattr(tensor, name) or ()) for name in HOOKS}
+    return _Values(leaf=leaf, requires_grad=tensor.requires_grad, grad=grad, **counts)
 
 
 def _put_leaf(tensor: Tensor, values: dict[str, Any]) -> None:
@@ -570,6 +572,7 @@ def _put_leaf(tensor: Tensor, values: dict[str, Any]) -> None:
     if tensor.requires_grad != values["requires_grad"]:
         tensor.requires_grad_(values["requires_grad"])
     tensor.grad = values["grad"]
-    hooks = tensor._backward_hooks or {}
-    for added in list(hooks)[values["hooks"] :]:
-        del hooks[added]
+    for name in HOOKS:
+        hooks = getattr(tensor, name) or {}
+        for added in list(hooks)[values[name] :]:
+            del hooks[added]

@@ -86,6 +86,16 @@ def update_of(optimizer: torch.optim.Optimizer) -> Update | None:
     return total
 
 
+def together(optimizer: torch.optim.Optimizer) -> Bytes:
+    """Temporaries of its next update that it would not have at once parameter by parameter, without `foreach=True`."""
+    if not any(group.get("foreach") for group in optimizer.param_groups):
+        return 0
+    singly = copy.copy(optimizer)
+    singly.param_groups = [{**group, "foreach": False} for group in optimizer.param_groups]
+    each, whole = update_of(singly), update_of(optimizer)
+    return max(whole.working - each.working, 0) if whole and each else 0
+
+
 def grows(optimizer: torch.optim.Optimizer) -> bool:
     """Whether it keeps more after every update: what the next one takes is told anew."""
     return type(optimizer) is torch.optim.LBFGS
