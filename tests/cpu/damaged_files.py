@@ -34,9 +34,14 @@ from spillway.costs.device_files import write_device
 from spillway.costs.roofline import timed
 from spillway.errors import SpillwayError
 from spillway.ir import Recorded, RunWriter, Step, write_step
+from spillway.pilots.decisions import DecisionPilot
+from spillway.pilots.pilot_files import SavedPilot, write_pilot
+from spillway.pilots.program import Program
+from spillway.pilots.sample_files import RecordedSamples, write_samples
 from spillway.report import html
 from spillway.simulation.plan_and_simulate import report_of, simulate
 from tests.cpu.mutations import SCRIPTS, changed_cells, changed_document, changed_lines, changed_source, odd_bytes
+from tests.pure.gated_network import GatedNetwork
 from tests.pure.training_steps import training_step
 from tests.shared import without_page
 
@@ -172,6 +177,12 @@ def kinds_in(folder: Path) -> Sequence[Kind]:
     write_step(folder / "good.jsonl", Recorded(step=step, workload="small", size=3, facts=facts))
     write_device(folder / "good.json", DEVICES["a100"], {"key": 1})
     stepped, device = ((folder / name).read_bytes() for name in ("good.jsonl", "good.json"))
+    network = GatedNetwork(3)
+    learned = RecordedSamples(
+        architecture=network.architecture, samples=tuple(network.samples(16)), facts={"seed": 0, "options": {"a": [1]}}
+    )
+    write_samples(folder / "good.gz", learned)
+    samples = (folder / "good.gz").read_bytes()
     trials, machine = cache_file(_KEY), measured._cache(measured._key(Path(tempfile.gettempdir())))
     return (
         Kind(name="run", whole=_run_file(folder, step), change=changed_lines, call=_report, share=4.0),
@@ -185,6 +196,8 @@ def kinds_in(folder: Path) -> Sequence[Kind]:
         Kind(name="remembered machine", whole=_machine(device), change=changed_document, call=_here_verb, at=machine),
         Kind(name="workload", whole=WORKLOAD.encode(), change=changed_source, call=_record_verb, ending=".py",
              share=0.5),
+        Kind(name="samples", whole=samples, change=_compressed, call=_train_verb, ending=".gz"),
+        Kind(name="pilot", whole=_pilot_file(folder, network), change=_compressed, call=_show_verb, ending=".gz"),
     )  # fmt: skip
 
 
@@ -248,6 +261,13 @@ def _run_file(folder: Path, step: Step) -> bytes:
             run.append({"step": replace(report, step=number).to_json()})
         run.append({"timeline": ran.timeline.to_json()})
     return (folder / "run").read_bytes()
+
+
+def _pilot_file(folder: Path, network: GatedNetwork) -> bytes:
+    pilot = DecisionPilot(Program(network.architecture), width=3)
+    pilot.fit(network.samples(16), epochs=1)
+    write_pilot(folder / "pilot", SavedPilot(pilot=pilot, facts={"samples": 16}))
+    return (folder / "pilot").read_bytes()
 
 
 def _log() -> bytes:
@@ -347,6 +367,17 @@ def _from_verb(path: Path, random: Random) -> None:
     page = ["-o", str(path.parent / "page.html")] if random.random() < 0.05 else ["--json"] * (random.random() < 0.3)
     devices = ["--devices", "1,4", "--gradients", "1MB", "--link", "1GB/s"] * (random.random() < 0.2)
     main(["advise", "--from", str(path), *page, *devices])
+
+
+def _train_verb(path: Path, random: Random) -> None:
+    kind = random.choice(("decisions", "published"))
+    trained = str(path.with_name("trained"))
+    main(["pilot", "train", str(path), "-o", trained, "--pilot", kind, "--width", "2", "--epochs", "1"])
+
+
+def _show_verb(path: Path, random: Random) -> None:
+    judged = ["--samples", str(path.with_name("good.gz"))] if random.random() < 0.5 else []
+    main(["pilot", "show", str(path), *judged, *["--architecture"] * (random.random() < 0.2)])
 
 
 def _advise_verb(path: Path, random: Random) -> None:

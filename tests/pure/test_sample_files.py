@@ -94,6 +94,8 @@ def test_a_file_that_is_cut_damaged_newer_or_foreign_is_refused(tmp_path: Path) 
         (3, {"path": 5}, "path 5 is listed twice, or not in its place"),
         (4, {"path": 5}, "took path 5, which is not listed"),
         (4, {"embedding": "AACAPg=="}, "more or fewer signatures or hidden states"),
+        (5, {"sizes": [3.0]}, "sample 1 has (1, 2, 2) sizes, numbers of structure and of its embedding, and the first"),
+        (5, {"structure": []}, "sample 1 has (2, 0, 2) sizes"),
         (4, {"signatures": "AAAAAA=="}, "more or fewer signatures or hidden states"),
     ],
 )

@@ -75,13 +75,19 @@ def read_samples(path: str | PathLike[str]) -> RecordedSamples:
     number, header = next(records)
     with fault_in(path, number):
         first = read_fields(_Header, stated(header), "first line")
-    architecture, samples = Architecture(first.network, first.base), []
+    architecture, samples = Architecture(first.network, first.base), list[Sample]()
     for number, record in records:
         with fault_in(path, number):
             if number <= 2 + first.paths:
                 learn_record(architecture, record, tables=number == 2)
             else:
-                samples.append(_sample(architecture, read_fields(_Sample, record, "sample")))
+                sample = _sample(architecture, read_fields(_Sample, record, "sample"))
+                if samples and _widths(sample) != _widths(samples[0]):
+                    raise ValueError(
+                        f"sample {sample.step} has {_widths(sample)} sizes, numbers of structure and of its embedding, "
+                        f"and the first one {_widths(samples[0])}"
+                    )
+                samples.append(sample)
     if (len(architecture.paths), len(samples)) != (first.paths, first.samples):
         reason = (
             f"{len(architecture.paths)} paths and {len(samples)} samples follow of the {first.paths} and "
@@ -235,6 +241,10 @@ def _sample(architecture: Architecture, given: _Sample) -> Sample:
         base=architecture.base, path=path, signatures=signatures, asked_at=asked_at,
         hidden=hidden.reshape(len(asked_at), len(embedding)), loss=given.loss,
     )  # fmt: skip
+
+
+def _widths(sample: Sample) -> tuple[int, int, int]:
+    return len(sample.sizes), len(sample.structure), len(sample.embedding)
 
 
 def _numbers(text: str, what: str, *, below: int | None = None) -> Numbers:
