@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from tests.cpu import block_elsewhere as elsewhere
 from tests.cpu.block_parts import PARTS, WIDTH, Box, InPlace, Part, Scripted, forget_globals
-from tests.cpu.block_state import COPIED_KINDS, Stateful
+from tests.cpu.block_state import COPIED_KINDS, PARAMETERS, Stateful
 
 # ---------------------------------------------------------------------- blocks and models
 
@@ -176,6 +176,8 @@ def program_of(seed: int) -> Program:
         kinds[0] = Scripted
     own = random.Random(f"state of {seed}")  # so that what else is drawn stays what it was
     stateful = own.sample(COPIED_KINDS, own.choice([0, 1, 2, 3]))
+    if seed % 10 == 2:
+        stateful.append(own.choice(PARAMETERS))
     fails = random.choice([0, 0, 0, 3, 4])
     answers = random.choice(["tensor", "tensor", "tuple", "dict", "dataclass"])
 

@@ -130,14 +130,19 @@ def _other_data(part: Any) -> int:
     return len(part.held)
 
 
-def _other_data_inside(part: Any) -> int:
-    part.held[0].data = part.held[0].repeat(2) + 1
-    return len(part.held[0])
+def _another_place(part: Any) -> int:
+    held = part.held[0] if isinstance(part.held, list) else part.held
+    held.data = held + 1
+    return int(held)
+
+
+def _set_to_another(part: Any) -> int:
+    return int(part.held.set_(part.held + 1))
 
 
 def _swapped(part: Any) -> int:
-    torch.utils.swap_tensors(part.held, torch.nn.Parameter(part.held.detach().repeat(2) + 1))
-    return len(part.held)
+    torch.utils.swap_tensors(part.held, torch.nn.Parameter(part.held.detach() + 1))
+    return int(part.held)
 
 
 def _attribute_of_tensor(part: Any) -> int:
@@ -215,11 +220,11 @@ HELD: dict[str, tuple[Callable[[], Any], Callable[[Any], int]]] = {
     "tensor of other data": (lambda: torch.ones(1), _other_data),
     "attribute of a tensor": (lambda: torch.ones(1), _attribute_of_tensor),
     "attribute of a parameter": (lambda: torch.nn.Parameter(torch.ones(1)), _attribute_of_tensor),
-    "parameter of other data": (lambda: torch.nn.Parameter(torch.ones(1)), _other_data),
-    "frozen parameter of other data": (lambda: torch.nn.Parameter(torch.ones(1), requires_grad=False), _other_data),
-    "parameter of other data in a list": (lambda: [torch.nn.Parameter(torch.ones(1))], _other_data_inside),
-    "parameter that is set": (lambda: torch.nn.Parameter(torch.ones(1), requires_grad=False), _set_elsewhere),
+    "parameter of other data": (lambda: torch.nn.Parameter(torch.ones(1)), _another_place),
+    "frozen parameter of other data": (lambda: torch.nn.Parameter(torch.ones(1), requires_grad=False), _another_place),
+    "parameter that is set": (lambda: torch.nn.Parameter(torch.ones(1), requires_grad=False), _set_to_another),
     "parameter that is swapped": (lambda: torch.nn.Parameter(torch.ones(1)), _swapped),
+    "parameter of other data in a list": (lambda: [torch.nn.Parameter(torch.ones(1))], _another_place),
     "attribute of what Python defines": (lambda: _Subclass(torch.ones(1)), _attribute_of_tensor),
     "buffer that grows": (lambda: torch.zeros(0), _longer),
     "buffer that is turned": (lambda: torch.arange(4).view(2, 2), _turned),
@@ -276,9 +281,9 @@ def _told(held: Any) -> Any:
 
 
 KINDS = (*ELSEWHERE, *HELD)
-OTHER_PARAMETERS = (
-    "parameter of other data", "frozen parameter of other data", "parameter that is set", "parameter that is swapped",
-)  # fmt: skip
-"""Those whose blocks put a parameter of their own elsewhere: these are not copied, and such blocks run once."""
-COPIED_KINDS = tuple(kind for kind in KINDS if not kind.startswith("view"))
-"""Those of modules that can be copied, as programs are."""
+PARAMETERS = tuple(kind for kind in HELD if kind.removeprefix("frozen ").startswith("parameter"))
+"""Those that put a parameter elsewhere."""
+OWN_PARAMETERS = tuple(kind for kind in PARAMETERS if not kind.endswith("list"))
+"""One of the block's own: it is not copied, and such blocks run once."""
+COPIED_KINDS = tuple(kind for kind in KINDS if not kind.startswith("view") and kind not in PARAMETERS)
+"""Those of modules that can be copied, as programs are, which draw the others by themselves."""

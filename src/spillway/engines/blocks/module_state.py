@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from spillway.engines.blocks.attributes import Attribute, Attributes
 from spillway.engines.blocks.attributes import Seen as SeenAttributes
 from spillway.engines.blocks.fingerprints import Fingerprint, Seen, fingerprint
-from spillway.engines.blocks.reach import HOOKS, Copies, Reach, reach_of, version_of
+from spillway.engines.blocks.reach import HOOKS, Copies, Reach, hooks_of, put_hooks, reach_of, version_of
 from spillway.internals.private import storage_address as address
 from spillway.units import Bytes
 
@@ -266,7 +266,7 @@ class ModuleState:
         parameters = [(module, name, _held(module._parameters, name)) for _, _, name, module in replaced]
         pairs = zip(snapshot.parameters, snapshot.differentiable, strict=True)
         turned = [(one, was) for (one, *_), was in pairs if one.requires_grad is not was and one.is_leaf]
-        hooked = [(one, name, set(getattr(one, name) or ())) for one, *_ in snapshot.parameters for name in HOOKS]
+        hooks = [(one, name, hooks_of(one, name)) for one, *_ in snapshot.parameters for name in HOOKS]
         try:
             self._flag(snapshot.training)
             for parameter, was in turned:
@@ -295,10 +295,8 @@ class ModuleState:
                 refill(held, buffers)
             for module, name, original in parameters:
                 module._parameters[name] = original
-            for parameter, name, there in hooked:
-                hooks = getattr(parameter, name) or {}
-                for added in hooks.keys() - there:
-                    del hooks[added]
+            for parameter, name, there in hooks:
+                put_hooks(parameter, name, there)
 
     def _flag(self, training: tuple[bool, ...]) -> None:
         for module, flag in zip(self._modules, training, strict=True):

@@ -394,10 +394,15 @@ class Reach:
         elif not is_foreign(type(tensor).__module__):
             self._visit_instance(tensor)
         if is_leaf(tensor) and not (self._lasting and id(tensor) in self._fixed):
+            # Of parameters no longer than for one run: a place holds the storage.
+            kinds = PLAIN if self._lasting else (*PLAIN, nn.Parameter)
+            if _is_plain(tensor, kinds) and (place := Place.of(tensor)) is not None:
+                there = functools.partial(Place.of, tensor)
+                self._entries.append(_Entry(there, place, lambda was: was.put_back(tensor), operator.eq))
             self._note(functools.partial(_of_leaf, tensor), functools.partial(_put_leaf, tensor))
-            if _is_plain(tensor, nn.Parameter) and (place := Place.of(tensor)) is not None:
-                read = functools.partial(Place.of, tensor)
-                self._entries.append(_Entry(read, place, lambda was: was.put_back(tensor), operator.eq))
+            for name in HOOKS:
+                read, write = functools.partial(hooks_of, tensor, name), functools.partial(put_hooks, tensor, name)
+                self._entries.append(_Entry(read, read(), write, _same_hooks))
         if not self._with_bytes or id(tensor) in self._fixed:
             return
         if isinstance(tensor, nn.Parameter):
@@ -449,8 +454,8 @@ def version_of(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _is_plain(tensor: Tensor, *others: type) -> bool:
-    strided = type(tensor) in (*PLAIN, *others) and tensor.layout is torch.strided
+def _is_plain(tensor: Tensor, kinds: tuple[type, ...] = PLAIN) -> bool:
+    strided = type(tensor) in kinds and tensor.layout is torch.strided
     return strided and torch._C._has_storage(tensor) and not tensor.is_meta
 
 
@@ -467,6 +472,11 @@ def _same(was: Any, now: Any) -> bool:
     if isinstance(was, _Items):
         return len(was) == len(now) and all(map(_is, was, now))
     return _is(was, now)
+
+
+def _same_hooks(was: Any, now: Any) -> bool:
+    """What they reach is not followed."""
+    return _same(was, now)
 
 
 def _same_state(was: Any, now: Any) -> bool:
@@ -562,8 +572,7 @@ def _put_named(held: dict[str, Any], values: dict[str, Any]) -> None:
 def _of_leaf(tensor: Tensor) -> _Values:
     leaf = is_leaf(tensor)
     grad = tensor.grad if leaf else None
-    counts = {name: len(getattr(tensor, name) or ()) for name in HOOKS}
-    return _Values(leaf=leaf, requires_grad=tensor.requires_grad, grad=grad, **counts)
+    return _Values(leaf=leaf, requires_grad=tensor.requires_grad, grad=grad)
 
 
 def _put_leaf(tensor: Tensor, values: dict[str, Any]) -> None:
@@ -572,7 +581,16 @@ def _put_leaf(tensor: Tensor, values: dict[str, Any]) -> None:
     if tensor.requires_grad != values["requires_grad"]:
         tensor.requires_grad_(values["requires_grad"])
     tensor.grad = values["grad"]
-    for name in HOOKS:
-        hooks = getattr(tensor, name) or {}
-        for added in list(hooks)[values[name] :]:
-            del hooks[added]
+
+
+def hooks_of(tensor: Tensor, name: str) -> _Values:
+    """Its hooks of one of `HOOKS`, in order."""
+    return _Values(getattr(tensor, name) or {})
+
+
+def put_hooks(tensor: Tensor, name: str, values: dict[Any, Any]) -> None:
+    """It has these and no others."""
+    hooks = getattr(tensor, name)
+    if hooks is not None and not _same(values, _Values(hooks)):
+        hooks.clear()
+        hooks.update(values)

@@ -68,16 +68,16 @@ class Update(NamedTuple):
         )  # fmt: skip
 
 
-def update_of(optimizer: torch.optim.Optimizer) -> Update | None:
-    """None where it does not run on such tensors, or is not torch's: a step of somebody's own may change what only the
-    user's may, a counter or a random stream."""
+def update_of(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]] | None = None) -> Update | None:
+    """With its own groups, or these instead. None where it does not run on such tensors, or is not torch's: a step of
+    somebody's own may change what only the user's may, a counter or a random stream."""
     if not type(optimizer).__module__.startswith("torch.optim"):
         return None
     if grows(optimizer):
         return _of_lbfgs(optimizer)
     total = Update()
     try:
-        for group in optimizer.param_groups:
+        for group in optimizer.param_groups if groups is None else groups:
             total = _of_group(optimizer, group, total)
     except Exception as error:  # with other arguments, or ops without shapes
         if by_signal(error):
@@ -90,9 +90,8 @@ def together(optimizer: torch.optim.Optimizer) -> Bytes:
     """Temporaries of its next update that it would not have at once parameter by parameter, without `foreach=True`."""
     if not any(group.get("foreach") for group in optimizer.param_groups):
         return 0
-    singly = copy.copy(optimizer)
-    singly.param_groups = [{**group, "foreach": False} for group in optimizer.param_groups]
-    each, whole = update_of(singly), update_of(optimizer)
+    each = update_of(optimizer, [{**group, "foreach": False} for group in optimizer.param_groups])
+    whole = update_of(optimizer)
     return max(whole.working - each.working, 0) if whole and each else 0
 
 
