@@ -169,6 +169,44 @@ def test_a_hook_that_a_forward_hangs_on_a_parameter_is_hung_once(once: bool, acc
     assert found_hooks == hooks
 
 
+class Elsewhere(Part):
+    """Hangs a hook for the length of a forward on a parameter not its own, and one on what adds up its gradient."""
+
+    def __init__(self, others: list[nn.Parameter], *, node: bool) -> None:
+        super().__init__()
+        self.others, self.node, self.nodes = others, node, list[Any]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.linear.weight
+        if self.node and not self.nodes:
+            self.nodes.append(weight.expand_as(weight).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
+            self.nodes[0].register_prehook(lambda gradients: (gradients[0] * 3,))
+        handle: Any = self.others[0].register_hook(lambda gradient: gradient * 3)
+        y: Tensor = self.linear(x).tanh() * self.others[0]
+        handle.remove()
+        return y
+
+
+@pytest.mark.parametrize("node", [False, True])
+def test_what_a_second_run_hangs_anywhere_is_taken_down(node: bool) -> None:
+    def trained(*, runs_again: bool) -> tuple[list[Any], int]:
+        torch.manual_seed(0)
+        scale = nn.Parameter(torch.ones(WIDTH))
+        model, again = nn.Sequential(*(Elsewhere([scale], node=node) for _ in range(2))), 0
+        engine = BlockEngine(model, ["0", "1"], actions=lambda block, call: Action.RECOMPUTE) if runs_again else None
+        for _ in range(8):
+            model(torch.ones(4, WIDTH)).square().mean().backward()
+            again += sum(call.recomputes for call in engine.calls) if engine is not None else 0
+        if engine is not None:
+            engine.close()
+        left = len(scale._backward_hooks or ())
+        return [left, scale.grad, *(parameter.grad for parameter in model.parameters())], again
+
+    found, again = trained(runs_again=True)
+    assert again > 4
+    assert _same(found, trained(runs_again=False)[0])
+
+
 @pytest.mark.parametrize("accumulated", [False, True])
 @pytest.mark.parametrize("before", [0, 1])
 def test_an_extra_forward_leaves_hooks_on_a_parameter_as_they_were(before: int, accumulated: bool) -> None:

@@ -45,6 +45,7 @@ from spillway.engines.blocks.homes import COMPRESSED, Homes
 from spillway.engines.blocks.hook import Hook
 from spillway.engines.blocks.iterators import CannotCopyError
 from spillway.engines.blocks.quiet import quiet
+from spillway.engines.blocks.reach import unhung
 from spillway.engines.blocks.saved import (
     FrozenTensor,
     SavedRef,
@@ -656,6 +657,7 @@ class BlockCall:
             runtime.replaying(replay),
             runtime.environment(self.environment),
             self.block.state.as_of(self.snapshot),
+            unhung(),
             grad_mode(enabled=True),
             Packing(replay.fill, _same),
             mode if mode is not None else contextlib.nullcontext(),

@@ -27,7 +27,7 @@ from spillway.engines.blocks.containers import rebuilt, tensors
 from spillway.engines.blocks.homes import ALIASES, only_looks
 from spillway.engines.blocks.iterators import CannotCopyError
 from spillway.engines.blocks.quiet import quiet
-from spillway.engines.blocks.reach import Reach, reach_of
+from spillway.engines.blocks.reach import Reach, reach_of, unhung
 from spillway.engines.blocks.saved import over
 from spillway.engines.environment import Environment
 from spillway.engines.tensors.torch_compile import asked_before
@@ -94,6 +94,7 @@ def undone(
             stack.callback(register_module_forward_pre_hook(_prepared).remove)
         stack.enter_context(grad_mode(enabled=True))
         alone = rebuilt((args, kwargs), _without_graph)
+        stack.enter_context(unhung())
         stack.enter_context(_told(seen))
         stack.enter_context(seen)
         yield alone

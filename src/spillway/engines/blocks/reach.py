@@ -16,6 +16,7 @@ import contextlib
 import copy
 import functools
 import operator
+import threading
 import types
 import weakref
 from array import array
@@ -27,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from torch.utils.data import DataLoader
+from torch.utils.hooks import RemovableHandle
 
 from spillway.engines.blocks.code import FOREIGN, LIBRARIES, is_foreign, is_installed, modules_named, names_of, package
 from spillway.engines.blocks.fingerprints import Fingerprint, fingerprint
@@ -581,6 +583,43 @@ def _put_leaf(tensor: Tensor, values: dict[str, Any]) -> None:
     if tensor.requires_grad != values["requires_grad"]:
         tensor.requires_grad_(values["requires_grad"])
     tensor.grad = values["grad"]
+
+
+_hangs = threading.local()
+_lock = threading.Lock()
+_hung_before: list[Any] = []
+"""`RemovableHandle.__init__` as it was, once for each run that is under way."""
+
+
+def _noting(hang: Callable[..., None]) -> Callable[..., None]:
+    def noted(handle: RemovableHandle, *given: Any, **named: Any) -> None:
+        hang(handle, *given, **named)
+        getattr(_hangs, "made", []).append(handle)
+
+    return noted
+
+
+@contextlib.contextmanager
+def unhung() -> Iterator[None]:
+    """Around a run of which nothing is to be left: hooks that this thread hangs meanwhile, on whatever it finds, are
+    taken down. Every kind of hook of torch is hung by way of a handle."""
+    kind: Any = RemovableHandle
+    before, made = getattr(_hangs, "made", None), list[RemovableHandle]()
+    with _lock:
+        _hung_before.append(_hung_before[0] if _hung_before else kind.__init__)
+        if len(_hung_before) == 1:
+            kind.__init__ = _noting(kind.__init__)
+    _hangs.made = made
+    try:
+        yield
+    finally:
+        _hangs.made = [] if before is None else before
+        with _lock:
+            hang = _hung_before.pop()
+            if not _hung_before:
+                kind.__init__ = hang
+        for handle in made:
+            handle.remove()
 
 
 def hooks_of(tensor: Tensor, name: str) -> _Values:
