@@ -602,15 +602,15 @@ def _noting(hang: Callable[..., None]) -> Callable[..., None]:
 @contextlib.contextmanager
 def unhung() -> Iterator[None]:
     """Around a run of which nothing is to be left: hooks that this thread hangs meanwhile, on whatever it finds, are
-    taken down. Every kind of hook of torch is hung by way of a handle."""
+    taken down, but for our own. Every kind of hook of torch is hung by way of a handle."""
     kind: Any = RemovableHandle
     before, made = getattr(_hangs, "made", None), list[RemovableHandle]()
     with _lock:
         _hung_before.append(_hung_before[0] if _hung_before else kind.__init__)
         if len(_hung_before) == 1:
             kind.__init__ = _noting(kind.__init__)
-    _hangs.made = made
     try:
+        _hangs.made = made
         yield
     finally:
         _hangs.made = [] if before is None else before
@@ -619,7 +619,8 @@ def unhung() -> Iterator[None]:
             if not _hung_before:
                 kind.__init__ = hang
         for handle in made:
-            handle.remove()
+            if not _is_ours((handle.hooks_dict_ref() or {}).get(handle.id)):
+                handle.remove()
 
 
 def hooks_of(tensor: Tensor, name: str) -> _Values:
