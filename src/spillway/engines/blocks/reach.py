@@ -16,6 +16,7 @@ import contextlib
 import copy
 import functools
 import operator
+import sys
 import threading
 import types
 import weakref
@@ -35,6 +36,7 @@ from spillway.engines.blocks.fingerprints import Fingerprint, fingerprint
 from spillway.engines.blocks.marks import ATOMS, Mark, Marks
 from spillway.engines.blocks.saved import PLAIN
 from spillway.engines.environment import Generator, stream
+from spillway.internals.locks import renew_in_children
 from spillway.internals.private import Place, bytes_over, grad_mode, is_leaf
 from spillway.internals.private import storage_address as address
 from spillway.units import Bytes, MiB
@@ -587,6 +589,7 @@ def _put_leaf(tensor: Tensor, values: dict[str, Any]) -> None:
 
 _hangs = threading.local()
 _lock = threading.Lock()
+renew_in_children(sys.modules[__name__], "_lock")
 _hung_before: list[Any] = []
 """`RemovableHandle.__init__` as it was, once for each run that is under way."""
 
