@@ -16,7 +16,6 @@ import contextlib
 import copy
 import functools
 import operator
-import sys
 import threading
 import types
 import weakref
@@ -36,7 +35,6 @@ from spillway.engines.blocks.fingerprints import Fingerprint, fingerprint
 from spillway.engines.blocks.marks import ATOMS, Mark, Marks
 from spillway.engines.blocks.saved import PLAIN
 from spillway.engines.environment import Generator, stream
-from spillway.internals.locks import renew_in_children
 from spillway.internals.private import Place, bytes_over, grad_mode, is_leaf
 from spillway.internals.private import storage_address as address
 from spillway.units import Bytes, MiB
@@ -588,39 +586,25 @@ def _put_leaf(tensor: Tensor, values: dict[str, Any]) -> None:
 
 
 _hangs = threading.local()
-_lock = threading.Lock()
-renew_in_children(sys.modules[__name__], "_lock")
-_hung_before: list[Any] = []
-"""`RemovableHandle.__init__` as it was, once for each run that is under way."""
+_hang: Callable[..., None] = RemovableHandle.__init__
 
 
-def _noting(hang: Callable[..., None]) -> Callable[..., None]:
-    def noted(handle: RemovableHandle, *given: Any, **named: Any) -> None:
-        hang(handle, *given, **named)
-        getattr(_hangs, "made", []).append(handle)
-
-    return noted
+def _noted(handle: RemovableHandle, *given: Any, **named: Any) -> None:
+    _hang(handle, *given, **named)
+    getattr(_hangs, "made", []).append(handle)
 
 
 @contextlib.contextmanager
 def unhung() -> Iterator[None]:
     """Around a run of which nothing is to be left: hooks that this thread hangs meanwhile, on whatever it finds, are
-    taken down, but for our own. Every kind of hook of torch is hung by way of a handle."""
-    kind: Any = RemovableHandle
+    taken down, but for our own. Every kind of hook of torch is hung by way of a handle, which is noted from now on."""
+    cast(Any, RemovableHandle).__init__ = _noted
     before, made = getattr(_hangs, "made", None), list[RemovableHandle]()
-    with _lock:
-        _hung_before.append(_hung_before[0] if _hung_before else kind.__init__)
-        if len(_hung_before) == 1:
-            kind.__init__ = _noting(kind.__init__)
     try:
         _hangs.made = made
         yield
     finally:
         _hangs.made = [] if before is None else before
-        with _lock:
-            hang = _hung_before.pop()
-            if not _hung_before:
-                kind.__init__ = hang
         for handle in made:
             if not _is_ours((handle.hooks_dict_ref() or {}).get(handle.id)):
                 handle.remove()
