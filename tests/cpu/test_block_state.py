@@ -25,6 +25,7 @@ from spillway.engines.blocks.module_state import Snapshot
 from spillway.engines.blocks.quiet import quiet
 from spillway.engines.blocks.reach import Copies, Reach, reach_of
 from spillway.engines.environment import Environment
+from spillway.engines.tensors.twins import TENSOR_HOOKS
 from spillway.errors import RecomputeError
 from spillway.internals.private import storage_address as address
 from spillway.methods.actions import Action
@@ -221,7 +222,7 @@ def test_an_extra_forward_leaves_hooks_on_a_parameter_as_they_were(before: int, 
     assert (block.handle, block.hooks) == (handle, hooks)
 
 
-@pytest.mark.parametrize("name", reach.HOOKS)
+@pytest.mark.parametrize("name", TENSOR_HOOKS)
 def test_hooks_that_the_loop_hangs_on_what_a_block_only_reaches_stay(name: str) -> None:
     class Reaching(Part):
         def __init__(self, others: list[nn.Parameter]) -> None:

@@ -15,7 +15,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from spillway.engines.blocks.attributes import Attribute, Attributes
 from spillway.engines.blocks.attributes import Seen as SeenAttributes
 from spillway.engines.blocks.fingerprints import Fingerprint, Seen, fingerprint
-from spillway.engines.blocks.reach import HOOKS, Copies, Reach, hooks_of, put_hooks, reach_of, version_of
+from spillway.engines.blocks.reach import Copies, Reach, hooks_of, put_hooks, reach_of, version_of
+from spillway.engines.tensors.twins import TENSOR_HOOKS
 from spillway.internals.private import storage_address as address
 from spillway.units import Bytes
 
@@ -266,7 +267,7 @@ class ModuleState:
         parameters = [(module, name, _held(module._parameters, name)) for _, _, name, module in replaced]
         pairs = zip(snapshot.parameters, snapshot.differentiable, strict=True)
         turned = [(one, was) for (one, *_), was in pairs if one.requires_grad is not was and one.is_leaf]
-        hooks = [(one, name, hooks_of(one, name)) for one, *_ in snapshot.parameters for name in HOOKS]
+        hooks = [(one, name, hooks_of(one, name)) for one, *_ in snapshot.parameters for name in TENSOR_HOOKS]
         try:
             self._flag(snapshot.training)
             for parameter, was in turned:

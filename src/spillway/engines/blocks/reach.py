@@ -35,6 +35,7 @@ from spillway.engines.blocks.fingerprints import Fingerprint, fingerprint
 from spillway.engines.blocks.marks import ATOMS, Mark, Marks
 from spillway.engines.blocks.saved import PLAIN
 from spillway.engines.environment import Generator, stream
+from spillway.engines.tensors.twins import TENSOR_HOOKS
 from spillway.internals.private import Place, bytes_over, grad_mode, is_leaf
 from spillway.internals.private import storage_address as address
 from spillway.units import Bytes, MiB
@@ -47,8 +48,6 @@ MOST_INSTALLED: Final = 2000
 """Functions of installed packages that are looked into: what a model uses of them lies near."""
 _ATOMS: Final = ATOMS | {torch.Size, weakref.ProxyType, weakref.CallableProxyType}
 _HEAP_TYPE: Final = 1 << 9  # of `type.__flags__`: a class that Python code defines
-HOOKS: Final = ("_backward_hooks", "_post_accumulate_grad_hooks")
-"""Where a tensor has those that are called with its gradient."""
 _HANDLED: Final = ("_parameters", "_buffers")
 _MISSING: Final = object()
 
@@ -402,7 +401,7 @@ class Reach:
                 there = functools.partial(Place.of, tensor)
                 self._entries.append(_Entry(there, place, lambda was: was.put_back(tensor), operator.eq))
             self._note(functools.partial(_of_leaf, tensor), functools.partial(_put_leaf, tensor))
-            for name in HOOKS:
+            for name in TENSOR_HOOKS:
                 read, write = functools.partial(hooks_of, tensor, name), functools.partial(put_hooks, tensor, name)
                 self._entries.append(_Entry(read, read(), write, _same_hooks))
         if not self._with_bytes or id(tensor) in self._fixed:
@@ -477,7 +476,7 @@ def _same(was: Any, now: Any) -> bool:
 
 
 def _same_hooks(was: Any, now: Any) -> bool:
-    """What they reach is not followed."""
+    """As others, but what hooks reach is not followed, whoever writes them down again."""
     return _same(was, now)
 
 
@@ -594,11 +593,19 @@ def _noted(handle: RemovableHandle, *given: Any, **named: Any) -> None:
     getattr(_hangs, "made", []).append(handle)
 
 
+@functools.cache
+def _note_handles() -> None:
+    global _hang
+    kind: Any = RemovableHandle
+    if (hang := kind.__init__) is not _noted:
+        _hang, kind.__init__ = hang, _noted
+
+
 @contextlib.contextmanager
 def unhung() -> Iterator[None]:
     """Around a run of which nothing is to be left: hooks that this thread hangs meanwhile, on whatever it finds, are
     taken down, but for our own. Every kind of hook of torch is hung by way of a handle, which is noted from now on."""
-    cast(Any, RemovableHandle).__init__ = _noted
+    _note_handles()
     before, made = getattr(_hangs, "made", None), list[RemovableHandle]()
     try:
         _hangs.made = made
@@ -611,7 +618,7 @@ def unhung() -> Iterator[None]:
 
 
 def hooks_of(tensor: Tensor, name: str) -> _Values:
-    """Its hooks of one of `HOOKS`, in order."""
+    """Its hooks of one of `TENSOR_HOOKS`, in order."""
     return _Values(getattr(tensor, name) or {})
 
 

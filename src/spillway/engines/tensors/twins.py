@@ -97,7 +97,8 @@ _OF_ALL_MODULES: Final = (
 """Copies are called without hooks; what their forward makes, or finds in a closure, is not."""
 _AROUND_FORWARD: Final = ("_forward_pre_hooks", "_forward_hooks")
 _OF_ONE_MODULE: Final = (*_AROUND_FORWARD, "_backward_pre_hooks", "_backward_hooks")
-_OF_ONE_TENSOR: Final = ("_backward_hooks", "_post_accumulate_grad_hooks")
+TENSOR_HOOKS: Final = ("_backward_hooks", "_post_accumulate_grad_hooks")
+"""Where a tensor has those that are called with its gradient."""
 
 
 @contextmanager
@@ -190,7 +191,7 @@ def untouched(model: torch.nn.Module) -> Iterator[None]:
     parameters = list(model.parameters())
     gradients = [parameter.grad for parameter in parameters]
     registered = [vars(module)[name] for module in model.modules() for name in _OF_ONE_MODULE]
-    registered += [getattr(parameter, name) for parameter in parameters for name in _OF_ONE_TENSOR]
+    registered += [getattr(parameter, name) for parameter in parameters for name in TENSOR_HOOKS]
     try:
         with _unheard_in(registered):
             yield
