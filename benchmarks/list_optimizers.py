@@ -30,7 +30,8 @@ class Size:
     """How much is measured."""
 
     optimizers: Sequence[str]
-    methods: Sequence[str]
+    methods: Sequence[Sequence[str]]
+    """Those of either engine; with the first of each, floors are found."""
     width: int
     steps: int
     among: int
@@ -41,15 +42,16 @@ def run(size: Size, tell: Tell) -> Result:
     """Find the floor of every form, and train at the single-tensor form's floor and a tenth."""
     rows: list[Row] = []
     for optimizer in size.optimizers:
-        single: Bytes | None = None
-        for form in (SINGLE, "foreach", "fused") if optimizer in FUSED else (SINGLE, "foreach"):
-            tell(f"{optimizer}, {form}")
-            rows.append(row := _row(Training(optimizer, form, size), size, single))
-            single = row["smallest_bytes"] if single is None else single
+        for methods in size.methods:
+            single: Bytes | None = None
+            for form in (SINGLE, "foreach", "fused") if optimizer in FUSED else (SINGLE, "foreach"):
+                tell(f"{optimizer}, {form}, {methods[0]}")
+                rows.append(row := _row(Training(optimizer, form, size), methods, size.among, single))
+                single = row["smallest_bytes"] if single is None else single
     return Result(
         title=f"{LAYERS} layers of width {size.width}, {size.steps} steps",
         columns=(
-            *columns.text(optimizer="optimizer", form="form"),
+            *columns.text(optimizer="optimizer", form="form", method="method"),
             *columns.nbytes(peak_bytes="plain peak", smallest_bytes="floor"),
             *columns.ratios(ratio="of the single-tensor form's"),
             *columns.text(verdict="at its floor + 10 %, beside plain"),
@@ -60,9 +62,10 @@ def run(size: Size, tell: Tell) -> Result:
 
 
 NOTES: Final = (
-    "Floor: the smallest budget under which all steps run, by bisection, with the first method. Beside plain: under "
-    "every method, at a tenth above the floor of the single-tensor form: parameters, gradients, optimizer state and "
-    "losses in bytes.",
+    "Floor: the smallest budget under which all steps run, by bisection, with this method. Beside plain: with this one "
+    "and others, at a tenth above the floor of the single-tensor form: parameters, gradients, optimizer state and "
+    "losses in bytes. Beside lru: delta, dtr, largest and auto. Beside checkpoint, which recomputes blocks and holds "
+    "parameters, gradients and state: mimose.",
 )
 
 
@@ -73,7 +76,7 @@ class Training:
     def __init__(self, optimizer: str, form: str, size: Size) -> None:
         self.optimizer, self.form, self._size = optimizer, form, size
 
-    def under(self, budget: Bytes | None, method: str = "lru") -> tuple[State, Bytes]:
+    def under(self, budget: Bytes | None, method: str) -> tuple[State, Bytes]:
         """What it ends in, and the highest peak."""
         model, optimizer, batches = self._made()
         with spillway.manage(model, optimizer, budget=budget, method=method) as memory:
@@ -100,14 +103,13 @@ class Training:
         optimizer = kind(model.parameters(), **options, **flags)
         return model, optimizer, [torch.randn(8, width) for _ in range(self._size.steps)]
 
-    def smallest(self, peak: Bytes, among: int) -> Bytes:
+    def smallest(self, peak: Bytes, among: int, method: str) -> Bytes:
         """The smallest budget that works, by bisection; the peak is known to work."""
-        return smallest_that_works(self.works, peak, among)
+        return smallest_that_works(lambda budget: self._works(budget, method), peak, among)
 
-    def works(self, budget: Bytes) -> bool:
-        """Whether no step is refused."""
+    def _works(self, budget: Bytes, method: str) -> bool:
         try:
-            self.under(budget)
+            self.under(budget, method)
         except spillway.BudgetInfeasible:
             return False
         return True
@@ -120,13 +122,13 @@ def _train(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tens
     optimizer.zero_grad()
 
 
-def _row(training: Training, size: Size, single: Bytes | None) -> Row:
+def _row(training: Training, methods: Sequence[str], among: int, single: Bytes | None) -> Row:
     plain = training.plainly()
-    state, peak = training.under(None)
-    smallest = training.smallest(peak, size.among)
+    state, peak = training.under(None, methods[0])
+    smallest = training.smallest(peak, among, methods[0])
     budget = int((single or smallest) * ALLOWED)
     verdicts = {f"budget=None: {told}" for told in [difference(plain, state)] if told}
-    for method in size.methods:
+    for method in methods:
         try:
             found, highest = training.under(budget, method)
         except spillway.BudgetInfeasible as refusal:
@@ -137,6 +139,7 @@ def _row(training: Training, size: Size, single: Bytes | None) -> Row:
     return {
         "optimizer": training.optimizer,
         "form": training.form,
+        "method": methods[0],
         "peak_bytes": peak,
         "smallest_bytes": smallest,
         "ratio": smallest / (single or smallest),
@@ -147,7 +150,7 @@ def _row(training: Training, size: Size, single: Bytes | None) -> Row:
 def _checks(result: Result) -> Iterator[Check]:
     for row in result.rows:
         if row["form"] != SINGLE:
-            what = f"{row['optimizer']}, {row['form']}: floor / single"
+            what = f"{row['optimizer']}, {row['form']}, {row['method']}: floor / single"
             yield Check(what=what, measured=row["ratio"], at_most=ALLOWED)
     failed = sum(row["verdict"] != "identical" for row in result.rows)
     yield Check(what="trainings that differ or are refused", measured=failed)
@@ -157,6 +160,11 @@ BENCHMARK: Final = Benchmark(
     name="list_optimizers",
     run=run,
     judge=_checks,
-    full=Size(optimizers=tuple(OPTIMIZERS), methods=("lru", "delta", "dtr", "largest"), width=256, steps=3, among=100),
-    quick=Size(optimizers=("AdamW", "SGD, momentum"), methods=("lru",), width=64, steps=2, among=50),
-)
+    full=Size(
+        optimizers=tuple(OPTIMIZERS),
+        methods=(("lru", "delta", "dtr", "largest", "auto"), ("checkpoint", "mimose")), width=256, steps=3, among=100,
+    ),
+    quick=Size(
+        optimizers=("AdamW", "SGD, momentum"), methods=(("lru",), ("checkpoint",)), width=64, steps=2, among=50,
+    ),
+)  # fmt: skip

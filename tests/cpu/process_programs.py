@@ -454,6 +454,7 @@ def between_steps(model: nn.Module, optimizer: torch.optim.Optimizer, step: Step
 POWER = (powerSGD_hook.powerSGD_hook, lambda: powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2))
 PROGRAMS: Final[dict[str, Program]] = {
     "ddp": Program(replicated(paced=True), usual),
+    "ddp, 100 MB": Program(replicated(lambda: Chain(width=1216), bucket_cap_mb=25), usual),
     "ddp, views": Program(replicated(paced=True, gradient_as_bucket_view=True), usual),
     "ddp, unused": Program(replicated(Partly, find_unused_parameters=True), usual),
     "ddp, static": Program(replicated(paced=True, static_graph=True), usual),

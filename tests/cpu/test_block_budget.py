@@ -817,8 +817,9 @@ def test_what_an_update_takes_is_told_anew_when_its_settings_change(method: str)
         with memory.step(x):
             update(model, optimizer, x)
         optimizer.param_groups[0]["weight_decay"] = 0.1
-        with pytest.raises(BudgetInfeasible), memory.step(x):
-            update(model, optimizer, x)
+        with memory.step(x):
+            update(model, optimizer, x)  # in parts
+        assert memory.history[-1].peak_bytes <= budget
         memory.budget = 1 << 30
         with memory.step(x):
             update(model, optimizer, x)

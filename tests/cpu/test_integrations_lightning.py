@@ -115,8 +115,40 @@ class Parts(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
+class Wide(pl.LightningModule):
+    """Its optimizer updates all parameters at once, and its parameters are most of what it takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(*(nn.Sequential(nn.Linear(128, 128), nn.Tanh()) for _ in range(12)))
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss: Tensor = self.body(batch).square().mean()
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), foreach=True)
+
+
 def rows(count: int = 3) -> DataLoader[Any]:
     return DataLoader(torch.randn(512 * count, 32, generator=torch.Generator().manual_seed(0)), batch_size=512)  # type: ignore[arg-type]
+
+
+def test_the_update_of_the_first_batch_comes_in_parts_too(tmp_path: Path) -> None:
+    """Its session opens within the optimizer's closure."""
+    data = DataLoader(torch.randn(12, 128, generator=torch.Generator().manual_seed(0)), batch_size=4)  # type: ignore[arg-type]
+    plain, free, tight = (Wide() for _ in range(3))
+    trainer_of(tmp_path, []).fit(plain, data)
+    callback = SpillwayCallback("1GiB", method="checkpoint")
+    trainer_of(tmp_path, [callback]).fit(free, data)
+    budget = max(report.peak_bytes for report in callback.memory.history) - 8 * 4 * 128 * 128  # type: ignore[union-attr]
+    callback = SpillwayCallback(budget, method="checkpoint")
+    trainer_of(tmp_path, [callback]).fit(tight, data)
+    assert plain.losses == free.losses == tight.losses
+    assert max(report.peak_bytes for report in callback.memory.history) <= budget  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,8 @@ from spillway.methods.by_block import AbstractBlockMethod
 from spillway.report.figures import scalars
 from spillway.session import BlockOptions, ManageOptions, Session, check_arguments, manage
 from spillway.session.inputs import unwrapped
-from spillway.session.updates import Arguments, before_update, users_level
+from spillway.session.updates import Arguments, update_in_parts, users_level
+from spillway.units import Bytes
 
 if TYPE_CHECKING or "lightning.pytorch" in sys.modules or "pytorch_lightning" not in sys.modules:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -178,11 +179,10 @@ class SpillwayCallback(Callback):
         """The first batch runs in the closure, and with it the session opens too late to be told of this update."""
         if self.memory is not None:
             return None
-        return before_update(functools.partial(self._update_begins, optimizer), args, kwargs)
+        return update_in_parts(optimizer, functools.partial(self._update_begins, optimizer), args, kwargs)
 
-    def _update_begins(self, optimizer: torch.optim.Optimizer) -> None:
-        if self.memory is not None:
-            self.memory._update_begins(optimizer)
+    def _update_begins(self, optimizer: torch.optim.Optimizer) -> Bytes | None:
+        return None if self.memory is None else self.memory._update_begins(optimizer)
 
     def _optimizer_ended(self, *_: Any) -> None:
         self._stepped = True

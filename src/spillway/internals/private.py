@@ -12,6 +12,7 @@ from typing import Any, Final, ParamSpec, Self, TypeVar, cast
 
 import torch
 from torch.nn.utils import parametrize
+from torch.optim.optimizer import _default_to_fused_or_foreach
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import (
     _get_current_dispatch_mode_stack,
@@ -363,6 +364,11 @@ def is_distributed(tensor: torch.Tensor) -> bool:
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """What of a tensor lies in this process: of a `DTensor` its part."""
     return cast(torch.Tensor, cast(Any, tensor)._local_tensor) if is_distributed(tensor) else tensor
+
+
+def default_to_foreach(parameters: list[torch.Tensor], *, differentiable: bool) -> bool:
+    """Whether optimizers update these in ops over lists if they are not told."""
+    return _default_to_fused_or_foreach(parameters, differentiable)[1]
 
 
 def fully_sharded(module: torch.nn.Module) -> bool:

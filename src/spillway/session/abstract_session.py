@@ -296,9 +296,10 @@ class Session(ABC):
         """Tell a session whose step begins within a call of the model how that was called, for refusals. Of all later
         calls it hears by itself."""
 
-    def _update_begins(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027  # some need not be told
-        """Tell a session that was opened within an optimizer's closure, after which the optimizer changes something.
-        Of all later updates it hears by itself."""
+    def _update_begins(self, optimizer: torch.optim.Optimizer) -> Bytes | None:
+        """Tell a session that was opened within an optimizer's closure, after which the optimizer changes something: in
+        parts of so many bytes, or all at once. Of all later updates it hears by itself."""
+        return None
 
     def end(self) -> None:
         """End the step that is running. While an exception of the step is being handled, in `except` or `finally`, the

@@ -27,10 +27,10 @@ from spillway.engines.blocks.hook import Hook
 from spillway.engines.blocks.meter import meter_for
 from spillway.engines.blocks.trace import AbstractTrace, trace_for
 from spillway.engines.tensors.devices import device_of, engine_for
-from spillway.engines.tensors.optimizers import Update, together
+from spillway.engines.tensors.optimizers import Update
 from spillway.engines.tensors.origins import line_of_forward
 from spillway.engines.tensors.torch_compile import running_compiled
-from spillway.engines.tensors.twins import others_hear, unseen
+from spillway.engines.tensors.twins import others_hear
 from spillway.errors import (
     BudgetInfeasible,
     ModelError,
@@ -66,7 +66,7 @@ from spillway.session.options import BlockOptions, SpillOptions
 from spillway.session.paging import UNINTERRUPTED, Paging
 from spillway.session.ranks import Agreement
 from spillway.session.tensor_session import TensorSession, report_of
-from spillway.session.updates import Arguments, before_update
+from spillway.session.updates import Arguments, update_in_parts
 from spillway.session.watch import SAMPLES, Gradient, Seam, StepWatch, in_backward
 from spillway.tiers.disk import DiskTier
 from spillway.tiers.transfer import Freed
@@ -581,11 +581,10 @@ class BlockSession(Session):
     def _optimizer_begins(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Arguments | None:
-        return before_update(partial(self._update_begins, optimizer), args, kwargs)
+        return update_in_parts(optimizer, partial(self._update_begins, optimizer), args, kwargs)
 
-    def _update_begins(self, optimizer: torch.optim.Optimizer) -> None:
-        if isinstance(self._running, _Step):
-            self._running.optimizer_begins(optimizer)
+    def _update_begins(self, optimizer: torch.optim.Optimizer) -> Bytes | None:
+        return self._running.optimizer_begins(optimizer) if isinstance(self._running, _Step) else None
 
     def _optimizer_ended(self, *_: Any) -> None:
         if isinstance(self._running, _Step):
@@ -952,18 +951,18 @@ class _Step(AbstractStep):
         return decision, forecast, self._size, fits and watch is not None and not watch.unmeasured
 
     @unheard_by_modes
-    def optimizer_begins(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer is about to change something."""
+    def optimizer_begins(self, optimizer: torch.optim.Optimizer) -> Bytes | None:
+        """An optimizer is about to change something: in parts of so many bytes, or all at once."""
         self._optimized = True
-        session, watch = self._session, self._watch
+        session, watch, room = self._session, self._watch, None
         if watch is None and self._trace is not None and session._budget.limited and not self._guarded:
-            self._check_alone(self._trace, session._needs.of(optimizer))
+            room = self._check_alone(self._trace, session._needs.of(optimizer))
         if watch is not None and session._budget.limited:
             needs, told = session._needs.of(optimizer), session._needs.tells(optimizer)
             if told and self._evaluates is optimizer:
                 needs = Update()  # its closure ran again, and it was granted all that it needs
             try:
-                watch.optimizer_begins(needs, told=told or self._guarded)
+                room = watch.optimizer_begins(needs, told=told or self._guarded)
                 self._evaluates = optimizer
             except BudgetInfeasible as refusal:
                 if session._needs.assumes(optimizer):
@@ -974,19 +973,22 @@ class _Step(AbstractStep):
                 session._paging.forget(self._entered[1:])  # the rest of the step fits
                 self._forwards, self._watched = watch, (self._updates.pop(), session._budget.resident)
         self._updated = True
+        return None if room is None or self._guarded else session._needs.parts(optimizer, room)
 
-    def _check_alone(self, trace: AbstractTrace, needs: Update) -> None:
-        """Of a step in which no block was heard of, as where `torch.func` calls the model."""
+    def _check_alone(self, trace: AbstractTrace, needs: Update) -> Bytes | None:
+        """Of a step in which no block was heard of, as where `torch.func` calls the model; what is left for
+        temporaries."""
         trace.mark()  # whose level is what is there now
         windows = trace.so_far()
         if not windows:
-            return
+            return None
         peak = self._start + max(window.peak for window in windows)
         most, smallest = needs.step(peak, self._start + windows[-1].level)
         if most > self._session._budget.allowed:
             # The next one may begin with gradients and give them up: of small ones nobody hears that they are gone.
             small = sum(nbytes for nbytes in self._session._of_gradients() if nbytes < UNHEARD)
             raise self._session._budget.refusal(most, "the step", 0, smallest + small, exact=not in_backward())
+        return self._session._budget.allowed - self._start - windows[-1].level - needs.state
 
     @unheard_by_modes
     def optimizer_ended(self) -> None:
@@ -1072,14 +1074,6 @@ class _Step(AbstractStep):
                 f"Where gradients stay allocated from one backward to the next forward, as in accumulation and with "
                 f"zero_grad(set_to_none=False), it takes {kept} bytes ({format_bytes(kept)})."
             )
-        for optimizer in self._session._optimizers if watch is not None and watch.by_update else ():
-            with unseen():
-                nbytes = together(optimizer)
-            if nbytes:
-                told.add_note(
-                    f"Of that {nbytes} bytes ({format_bytes(nbytes)}) at most are what {type(optimizer).__name__} "
-                    f"takes for all parameters at once: with foreach=False it takes one after the other."
-                )
         if self._lost:
             told.add_note(self._lost)
         return told

@@ -18,7 +18,14 @@ from spillway.engines.blocks.extra_forward import is_the_models
 from spillway.engines.blocks.quiet import quiet
 from spillway.engines.blocks.reach import Reach, reach_of
 from spillway.engines.environment import Environment
-from spillway.engines.tensors.optimizers import Update, assumed, grows, update_of
+from spillway.engines.tensors.optimizers import (
+    Update,
+    assumed,
+    grows,
+    sizes_of_parts,
+    update_of,
+    working_in_parts,
+)
 from spillway.engines.tensors.tally import Tally
 from spillway.engines.tensors.twins import results_of, unseen, untouched, usual_loss, without_content
 from spillway.errors import SpillError
@@ -51,9 +58,11 @@ class Needs:
     def __init__(self) -> None:
         self._told: dict[Kept, Update | None] = {}
         self._learned: dict[Kept, Update] = {}
+        self._working: dict[tuple[Kept, Bytes | None], Bytes | None] = {}
+        """Temporaries of those that are told, in parts of so many bytes or all at once."""
 
     def of(self, optimizer: torch.optim.Optimizer) -> Update:
-        """Of its next update."""
+        """Of its next update, in the smallest parts."""
         told = self._told.get(kept_by(optimizer))
         return told if told is not None and not grows(optimizer) else self._found(optimizer)
 
@@ -61,8 +70,27 @@ class Needs:
     def _found(self, optimizer: torch.optim.Optimizer) -> Update:
         key = kept_by(optimizer)
         if key not in self._told or grows(optimizer):
-            self._told[key] = update_of(optimizer)
+            told = self._told[key] = update_of(optimizer)
+            for most in sizes_of_parts(optimizer)[-1:]:
+                working = self._working_of(optimizer, most)
+                if told is not None and working is not None:
+                    self._told[key] = told._replace(working=min(working, told.working))
         return self._told[key] or self._learned.get(key) or assumed(optimizer)
+
+    @unseen()
+    def parts(self, optimizer: torch.optim.Optimizer, room: Bytes) -> Bytes | None:
+        """Of what size parts are in which its next update has no more temporaries than there is room for, or the
+        smallest; None where it has no more all at once, and where it does not update in ops over lists."""
+        most, *smaller = None, *sizes_of_parts(optimizer)
+        while smaller and ((working := self._working_of(optimizer, most)) is None or working > room):
+            most, *smaller = smaller
+        return most
+
+    def _working_of(self, optimizer: torch.optim.Optimizer, most: Bytes | None) -> Bytes | None:
+        key = kept_by(optimizer), most
+        if key not in self._working:
+            self._working[key] = working_in_parts(optimizer, most)
+        return self._working[key]
 
     def tells(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether that is sure: what such an update took before may not be all that the next one takes."""

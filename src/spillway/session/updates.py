@@ -19,7 +19,9 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from spillway.engines.tensors.optimizers import Parts, sizes_of_parts
 from spillway.internals.locks import renew_in_children
+from spillway.units import Bytes
 
 _open: Final[weakref.WeakSet[Updates]] = weakref.WeakSet()
 _handles: Final[list[RemovableHandle]] = []
@@ -116,6 +118,22 @@ def before_update(tell: Callable[[], None], args: tuple[Any, ...], kwargs: dict[
         return loss
 
     return ((args[0], told, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": told})
+
+
+def update_in_parts(
+    optimizer: torch.optim.Optimizer, tell: Callable[[], Bytes | None], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Arguments | None:
+    """The same for `tell` that says of what size parts are in which parameters are updated, or None for all at once."""
+    parts = Parts(optimizer)
+
+    def told() -> None:
+        parts.most = tell()
+
+    changed = before_update(told, args, kwargs)
+    if parts.most is None and (changed is None or not sizes_of_parts(optimizer)):
+        return changed
+    (_, *given), named = changed or (args, kwargs)  # a closure has not run yet, and said nothing
+    return (parts.updater, *given), named
 
 
 def users_level() -> int:

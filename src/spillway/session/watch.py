@@ -283,8 +283,6 @@ class StepWatch:
         self._measured = measured
         self.path = ""
         """Of this step so far, as `measured` takes it."""
-        self.by_update = False
-        """Whether the budget that a refusal named is that of an update."""
         self._start = start
         self._budget = budget
         budget.begin(start)
@@ -543,8 +541,10 @@ class StepWatch:
         """Above what is taken now; so much surely, if more is taken than was expected."""
         return max(expected - self._budget.resident, surely)
 
-    def optimizer_begins(self, needs: Update, *, told: bool) -> None:
+    def optimizer_begins(self, needs: Update, *, told: bool) -> Bytes | None:
         """An optimizer is about to change something: whatever is wrong is said now.
+
+        Returns what is left for temporaries; None where every op of the update is watched.
 
         Args:
             needs: Of its update.
@@ -564,16 +564,16 @@ class StepWatch:
             level = self._start + windows[-1].level
         most, smallest = needs.step(peak, level)
         if most <= self._budget.allowed and told:
-            return
+            return self._budget.allowed - level - needs.state
         if peak <= self._budget.allowed and self._foresight.page_from_here():
-            return
+            return None
         if most > self._budget.allowed:
             enough = self._enough(peak) if windows and not needs.held else None
             if enough is not None:
                 smallest = min(smallest, max(most, enough, needs.step(0, level)[1]))
-            self.by_update = needs.step(0, level)[1] >= smallest
             sure = bool(windows) and not in_backward() and (enough is not None or self.recomputes)
             self._refuse(most, self._engine.begun, smallest, exact=sure)
+        return self._budget.allowed - level - needs.state
 
     @property
     def recomputes(self) -> bool:
@@ -789,8 +789,7 @@ class StepWatch:
     def _refuse(self, needed: Bytes, number: int, smallest: Bytes, *, exact: bool) -> NoReturn:
         name = self._engine.unit(number)[0] if number < self._engine.begun else "the step"
         if "o" not in self.path and (torch.is_grad_enabled() or in_backward()):
-            update = self._start + self._foresight.update
-            self.by_update, smallest = update >= smallest, max(update, smallest)
+            smallest = max(self._start + self._foresight.update, smallest)
         raise self._budget.refusal(needed, name, number, smallest, exact=exact)
 
     def _free(self) -> Bytes:

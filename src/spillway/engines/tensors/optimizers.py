@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from spillway.engines.tensors.tally import Tally
 from spillway.engines.tensors.twins import bare_step
 from spillway.internals.interrupts import by_signal
-from spillway.internals.private import grad_mode, local_of
+from spillway.internals.private import default_to_foreach, grad_mode, local_of
 from spillway.memory.ledger import SMALLEST_MOVABLE
 from spillway.units import Bytes
 
@@ -86,13 +86,78 @@ def update_of(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]]
     return total
 
 
-def together(optimizer: torch.optim.Optimizer) -> Bytes:
-    """Temporaries of its next update that it would not have at once parameter by parameter, without `foreach=True`."""
-    if not any(group.get("foreach") for group in optimizer.param_groups):
-        return 0
-    each = update_of(optimizer, [{**group, "foreach": False} for group in optimizer.param_groups])
-    whole = update_of(optimizer)
-    return max(whole.working - each.working, 0) if whole and each else 0
+class Parts(list[dict[str, Any]]):
+    """Groups of an optimizer that is one of torch's. Those that it updates in ops over lists come in parts: neighbours
+    of `most` bytes together, or one that is larger. These are the same sums, tensor by tensor, but the temporaries of
+    one part are gone when the next one begins."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, most: Bytes | None = None) -> None:
+        super().__init__(optimizer.param_groups)
+        self.most = most
+        """None: nothing is cut."""
+        self._optimizer = optimizer
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """As groups are by now: hooks that come before an update may change them."""
+        for group in self._optimizer.param_groups:
+            if self.most is None or not _by_lists(group):
+                yield group
+                continue
+            part: list[torch.Tensor] = []
+            nbytes = 0
+            for one in group["params"]:
+                if part and nbytes + _nbytes(one) > self.most:
+                    yield {**group, "params": part}
+                    part, nbytes = [], 0
+                part.append(one)
+                nbytes += _nbytes(one)
+            yield {**group, "params": part}
+
+    @property
+    def updater(self) -> torch.optim.Optimizer:
+        """An optimizer that has these groups, and everything else from theirs, state included."""
+        twin = object.__new__(type(self._optimizer))
+        vars(twin).update(vars(self._optimizer), param_groups=self)
+        return twin
+
+
+def sizes_of_parts(optimizer: torch.optim.Optimizer) -> list[Bytes]:
+    """`most` of parts, from half of what it updates in ops over lists to the largest of it alone, by halves; nothing
+    where there is nothing to be cut."""
+    if not type(optimizer).__module__.startswith("torch.optim"):
+        return []
+    lists = [[_nbytes(one) for one in group["params"]] for group in optimizer.param_groups if _by_lists(group)]
+    largest, most = max(map(max, filter(None, lists)), default=0), max(map(sum, lists), default=0)
+    sizes = []
+    while most // 2 > largest:
+        sizes.append(most := most // 2)
+    return [*sizes, largest] if most > largest else []
+
+
+def working_in_parts(optimizer: torch.optim.Optimizer, most: Bytes | None) -> Bytes | None:
+    """Temporaries of its next update in such parts, at most at once; None as of `update_of`."""
+    unlike: dict[Any, dict[str, Any]] = {}
+    for group in Parts(optimizer, most):
+        kinds = [(local_of(one).shape, one.dtype) for one in group["params"] if one.requires_grad]
+        options = [id(option) for name, option in group.items() if name != "params"]
+        unlike[*kinds, *options] = group
+    update = update_of(optimizer, [*unlike.values()])
+    return None if update is None else update.working
+
+
+def _by_lists(group: dict[str, Any]) -> bool:
+    """Whether ops over lists update it that make lists of temporaries, as `foreach=True` has it, which is what torch
+    does on accelerators unless it is told otherwise."""
+    chosen, rate = group.get("foreach", False), group.get("lr")
+    if chosen is None and not group.get("fused"):
+        if isinstance(rate, torch.Tensor) and not group.get("capturable"):
+            return False
+        chosen = default_to_foreach(group["params"], differentiable=group.get("differentiable", False))
+    return bool(chosen)
+
+
+def _nbytes(parameter: torch.Tensor) -> Bytes:
+    return local_of(parameter).numel() * parameter.element_size() if parameter.requires_grad else 0
 
 
 def grows(optimizer: torch.optim.Optimizer) -> bool:
@@ -137,6 +202,8 @@ def _of_lbfgs(optimizer: torch.optim.Optimizer) -> Update:
 
 def _of_group(optimizer: torch.optim.Optimizer, group: dict[str, Any], total: Update) -> Update:
     trained = [one for one in group["params"] if one.requires_grad]
+    if _by_lists(group):
+        group = {**group, "foreach": True}  # wherever it is measured
     if group.get("foreach") or group.get("fused"):
         new = [one for one in trained if not optimizer.state.get(one)]
         measured = _measured(optimizer, group, trained, new=bool(new))
