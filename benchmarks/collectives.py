@@ -22,6 +22,7 @@ from tests.cpu.process_judge import group, judged, plainly
 from tests.cpu.process_programs import PROGRAMS
 
 TENSOR_METHODS: Final = tuple(name for name, one in METHODS.items() if one.runs == "tensor engine" and not one.plans)
+PLANNERS: Final = tuple(name for name, one in METHODS.items() if one.runs == "tensor engine" and one.plans)
 BLOCK_METHODS: Final = tuple(name for name, one in METHODS.items() if one.runs == "block engine")
 SHARES: Final = (0.8, 0.65, 0.5)
 """Budgets, of the peak of a session that only keeps account."""
@@ -30,6 +31,8 @@ AMONG_THREE: Final = (
     "all_reduce, pressed", "all_reduce, in the forward", "ring", "every kind", "functional", "between steps",
 )  # fmt: skip
 PLANTED: Final = "all_reduce, pressed"
+PLANNED: Final = ("ddp", PLANTED)
+"""Programs that planning methods of the tensor engine train as well, which watch ops alike."""
 GROUPS: Final = 3
 """Groups of processes that train at the same time: each waits for itself most of the time."""
 
@@ -41,6 +44,8 @@ class Size:
     programs: Mapping[int, Sequence[str]]
     """By the number of processes."""
     methods: Sequence[str]
+    planners: Sequence[str]
+    """Methods besides, for the programs of `PLANNED`."""
     shares: Sequence[float]
 
 
@@ -61,7 +66,10 @@ def run(size: Size, tell: Tell) -> Result:
             method="method", runs="runs", identical="identical", wrong="wrong", refused="refused first", moves="moves",
             drops="drops",
         ),
-        rows=[_row(method, [one for one in ran if one["method"] == method]) for method in size.methods],
+        rows=[
+            _row(method, [one for one in ran if one["method"] == method])
+            for method in (*size.methods, *size.planners)
+        ],
         facts={"untold": _untold()},
         notes=(
             *NOTES,
@@ -91,7 +99,8 @@ def _kept(size: Size, journal: Path, world: int, program: str) -> list[dict[str,
 def _cell(size: Size, world: int, program: str) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder, group(world, Path(folder)) as processes:
         plain = plainly(processes, program)
-        ways = [(method, share) for method in size.methods for share in size.shares]
+        planners = size.planners if program in PLANNED else ()
+        ways = [(method, share) for method in (*size.methods, *planners) for share in size.shares]
         told = {"world": world, "program": program}
         return [
             {**told, "method": method, **judged(processes, program, method, plain, share)._asdict()}
@@ -117,7 +126,8 @@ NOTES: Final = (
     "with a journal goes on where it ended: what it took is what its last piece took.",
     "Works of gloo, on the CPU. In programs with DDP and no hook, and in those that are pressed, in parts and async, "
     "ranks take turns in being late, so that what the others have begun stays in flight until they wait for it. Under "
-    "methods of the block engine every step is traced.",
+    "methods of the block engine every step is traced. Planning methods of the tensor engine train "
+    f"{' and '.join(map(repr, PLANNED))} alone.",
 )
 
 
@@ -146,7 +156,8 @@ BENCHMARK: Final = Benchmark(
     run=run,
     judge=_checks,
     full=Size(
-        programs={2: tuple(PROGRAMS), 3: AMONG_THREE}, methods=(*TENSOR_METHODS, *BLOCK_METHODS), shares=SHARES,
+        programs={2: tuple(PROGRAMS), 3: AMONG_THREE}, methods=(*TENSOR_METHODS, *BLOCK_METHODS), planners=PLANNERS,
+        shares=SHARES,
     ),
-    quick=Size(programs={2: ("ddp",)}, methods=("lru", "checkpoint"), shares=(0.65,)),
+    quick=Size(programs={2: ("ddp",)}, methods=("lru", "checkpoint"), planners=(), shares=(0.65,)),
 )  # fmt: skip
