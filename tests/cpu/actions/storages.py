@@ -95,9 +95,9 @@ def another_storage(world: World, i: Instruction) -> Any:
     parameter = list(world.network.parameters())[i.a % 6]
     calls: tuple[Callable[[], Any], ...] = (
         lambda: x.resize_(max(n // 2, 1)),
-        lambda: x.resize_(n * 2)[n:].zero_(),
+        lambda: x.resize_(n * 2)[n:].fill_(0),  # `zero_` is not there for quantized tensors
         lambda: x.resize_(n // 4, 2),
-        lambda: x.resize_as_(y).zero_(),
+        lambda: x.resize_as_(y).fill_(0),
         lambda: _emptied_and_back(x),
         lambda: _emptied_and_back(parameter),
         lambda: x.set_(y),
