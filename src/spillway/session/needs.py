@@ -58,8 +58,9 @@ class Needs:
     def __init__(self) -> None:
         self._told: dict[Kept, Update | None] = {}
         self._learned: dict[Kept, Update] = {}
-        self._working: dict[tuple[Kept, Bytes | None], Bytes | None] = {}
-        """Temporaries of those that are told, in parts of so many bytes or all at once."""
+        self._working: dict[Kept, dict[Bytes | None, Bytes | None]] = {}
+        """Of those that update in ops over lists: temporaries in parts of so many bytes, or all at once, the largest
+        parts first; None where nobody has asked yet."""
 
     def of(self, optimizer: torch.optim.Optimizer) -> Update:
         """Of its next update, in the smallest parts."""
@@ -70,27 +71,25 @@ class Needs:
     def _found(self, optimizer: torch.optim.Optimizer) -> Update:
         key = kept_by(optimizer)
         if key not in self._told or grows(optimizer):
-            told = self._told[key] = update_of(optimizer)
-            for most in sizes_of_parts(optimizer)[-1:]:
-                working = self._working_of(optimizer, most)
-                if told is not None and working is not None:
-                    self._told[key] = told._replace(working=min(working, told.working))
+            told, sizes = update_of(optimizer), sizes_of_parts(optimizer)
+            if told is not None and sizes:
+                smallest = working_in_parts(optimizer, sizes[-1])
+                self._working[key] = {None: told.working, **dict.fromkeys(sizes), sizes[-1]: smallest}
+                told = told._replace(working=min(smallest, told.working))
+            self._told[key] = told
         return self._told[key] or self._learned.get(key) or assumed(optimizer)
 
-    @unseen()
     def parts(self, optimizer: torch.optim.Optimizer, room: Bytes) -> Bytes | None:
         """Of what size parts are in which its next update has no more temporaries than there is room for, or the
         smallest; None where it has no more all at once, and where it does not update in ops over lists."""
-        most, *smaller = None, *sizes_of_parts(optimizer)
-        while smaller and ((working := self._working_of(optimizer, most)) is None or working > room):
-            most, *smaller = smaller
+        by_size, most = self._working.get(kept_by(optimizer), {}), None
+        for most, working in by_size.items():
+            if working is None:
+                with unseen():
+                    working = by_size[most] = working_in_parts(optimizer, most)
+            if working <= room:
+                break
         return most
-
-    def _working_of(self, optimizer: torch.optim.Optimizer, most: Bytes | None) -> Bytes | None:
-        key = kept_by(optimizer), most
-        if key not in self._working:
-            self._working[key] = working_in_parts(optimizer, most)
-        return self._working[key]
 
     def tells(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether that is sure: what such an update took before may not be all that the next one takes."""

@@ -15,6 +15,7 @@ from spillway.engines.tensors.tally import Tally
 from spillway.engines.tensors.twins import bare_step
 from spillway.internals.interrupts import by_signal
 from spillway.internals.private import default_to_foreach, grad_mode, local_of
+from spillway.memory.budget import UNLIMITED
 from spillway.memory.ledger import SMALLEST_MOVABLE
 from spillway.units import Bytes
 
@@ -134,15 +135,15 @@ def sizes_of_parts(optimizer: torch.optim.Optimizer) -> list[Bytes]:
     return [*sizes, largest] if most > largest else []
 
 
-def working_in_parts(optimizer: torch.optim.Optimizer, most: Bytes | None) -> Bytes | None:
-    """Temporaries of its next update in such parts, at most at once; None as of `update_of`."""
+def working_in_parts(optimizer: torch.optim.Optimizer, most: Bytes | None) -> Bytes:
+    """Temporaries of its next update in such parts, at most at once; UNLIMITED where that cannot be told."""
     unlike: dict[Any, dict[str, Any]] = {}
     for group in Parts(optimizer, most):
         kinds = [(local_of(one).shape, one.dtype) for one in group["params"] if one.requires_grad]
         options = [id(option) for name, option in group.items() if name != "params"]
         unlike[*kinds, *options] = group
     update = update_of(optimizer, [*unlike.values()])
-    return None if update is None else update.working
+    return UNLIMITED if update is None else update.working
 
 
 def _by_lists(group: dict[str, Any]) -> bool:
