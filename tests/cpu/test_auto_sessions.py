@@ -229,6 +229,20 @@ def test_several_forwards_a_step_are_planned_or_left_to_the_tensor_engine(forwar
     assert not forwards or any(one.projected_bytes > 0 for one in memory.history[-2:]), "one may try something again"
 
 
+def test_steps_in_which_all_fits_and_the_update_takes_the_most_are_left_to_blocks() -> None:
+    """Nobody listens to blocks there, and nothing that they told had foreseen as much."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(128, 128), nn.LayerNorm(128), nn.Tanh()) for _ in range(8)))
+    optimizer, x = torch.optim.AdamW(model.parameters()), torch.randn(4, 128)
+    with spillway.manage(model, optimizer, budget="5 MiB") as memory:
+        for _ in range(10):
+            with memory.step(x):
+                model(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert isinstance(memory._now, BlockSession)  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize("fit", [0, 8])
 @pytest.mark.parametrize("late", [False, True], ids=["at once", "by a worker"])
 def test_where_the_spill_directory_is_full_the_step_goes_on_without(

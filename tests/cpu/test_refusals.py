@@ -7,6 +7,7 @@ import copy
 import pickle
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import spillway
 from spillway import BlockOptions
-from spillway.engines.tensors.optimizers import NUMBERS, Parts, sizes_of_parts
+from spillway.engines.tensors.optimizers import NUMBERS, GroupsInParts, OptimizerInParts, sizes_of_parts
 from spillway.engines.tensors.tally import Tally
 from spillway.errors import BudgetInfeasible
 from spillway.methods import Action, Checkpoint
@@ -455,6 +456,10 @@ def test_what_convolutions_take_is_told_of_processors_without_avx512_too() -> No
     assert (ran.returncode, ran.stdout.split("\n")) == (0, [""]), ran.stderr
 
 
+def in_parts(optimizer: torch.optim.Optimizer, part_bytes: Bytes | None) -> Callable[[], Any]:
+    return partial(type(optimizer).step, OptimizerInParts(GroupsInParts(optimizer, part_bytes)))
+
+
 FORMS = [("AdamW", {"fused": True}), ("Adagrad", {"fused": True})] + [
     (name, {"foreach": foreach})
     for name in ("AdamW", "RMSprop", "Adadelta", "NAdam", "Adagrad", "Adamax", "Rprop", "SGD", "ASGD")
@@ -472,9 +477,9 @@ def test_what_an_update_takes_is_told(name: str, form: dict[str, Any], shapes: t
         for one in parameters:
             one.grad = torch.ones_like(one)
         needs = Needs()
-        told, [*_, parts] = needs.of(optimizer), [None, *sizes_of_parts(optimizer)]
-        assert (needs.parts(optimizer, 0), needs.parts(optimizer, 1 << 40)) == (parts, None)
-        assert 0 <= told.state + told.working - taken(Parts(optimizer, parts).updater.step) <= NUMBERS
+        told, [*_, smallest] = needs.of(optimizer), [None, *sizes_of_parts(optimizer)]
+        assert (needs.part_bytes(optimizer, 0), needs.part_bytes(optimizer, 1 << 40)) == (smallest, None)
+        assert 0 <= told.state + told.working - taken(in_parts(optimizer, smallest)) <= NUMBERS
 
 
 @pytest.mark.parametrize(("name", "form"), [*FORMS, ("SGD", {"fused": True, "momentum": 0.9})])
@@ -494,7 +499,7 @@ def test_of_parameters_whose_state_is_there_an_update_adds_none(name: str, form:
         for one in updated:
             one.grad = torch.ones_like(one)
         told = Needs().of(optimizer)
-        took = taken(Parts(optimizer, 0).updater.step)
+        took = taken(in_parts(optimizer, 0))
     assert 0 <= told.state + told.working - took <= NUMBERS
 
 

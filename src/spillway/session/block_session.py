@@ -973,7 +973,7 @@ class _Step(AbstractStep):
                 session._paging.forget(self._entered[1:])  # the rest of the step fits
                 self._forwards, self._watched = watch, (self._updates.pop(), session._budget.resident)
         self._updated = True
-        return None if room is None or self._guarded else session._needs.parts(optimizer, room)
+        return None if room is None else session._needs.part_bytes(optimizer, room)
 
     def _check_alone(self, trace: AbstractTrace, needs: Update) -> Bytes | None:
         """Of a step in which no block was heard of, as where `torch.func` calls the model; what is left for
@@ -1153,7 +1153,8 @@ class _Step(AbstractStep):
             if not any(one.revoked for one in watch.passes):
                 entered.unhindered[largest] = entered.rises[largest] + watch.on_its_way
         samples = watch.samples()
-        self._session._told_nothing = 0 if samples or not watch.passes else self._session._told_nothing + 1
+        heard = any(one.ended for one in watch.passes)  # where all is known to fit, nobody listens to blocks
+        self._session._told_nothing = 0 if samples or not heard else self._session._told_nothing + 1
         if self._session._told_nothing == TELLING and self._session._leaves_to_ops:
             self._session.blockless = True
             warnings.warn(

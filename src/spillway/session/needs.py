@@ -4,6 +4,7 @@ recomputed, and the step of an optimizer."""
 from __future__ import annotations
 
 import contextlib
+import operator
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -59,8 +60,8 @@ class Needs:
         self._told: dict[Kept, Update | None] = {}
         self._learned: dict[Kept, Update] = {}
         self._working: dict[Kept, dict[Bytes | None, Bytes | None]] = {}
-        """Of those that update in ops over lists: temporaries in parts of so many bytes, or all at once, the largest
-        parts first; None where nobody has asked yet."""
+        """Of those that update in ops over lists: temporaries all at once, and in parts of so many bytes, the largest
+        first; None where nobody has asked yet."""
 
     def of(self, optimizer: torch.optim.Optimizer) -> Update:
         """Of its next update, in the smallest parts."""
@@ -79,17 +80,18 @@ class Needs:
             self._told[key] = told
         return self._told[key] or self._learned.get(key) or assumed(optimizer)
 
-    def parts(self, optimizer: torch.optim.Optimizer, room: Bytes) -> Bytes | None:
+    def part_bytes(self, optimizer: torch.optim.Optimizer, room: Bytes) -> Bytes | None:
         """Of what size parts are in which its next update has no more temporaries than there is room for, or the
         smallest; None where it has no more all at once, and where it does not update in ops over lists."""
-        by_size, most = self._working.get(kept_by(optimizer), {}), None
-        for most, working in by_size.items():
-            if working is None:
+        working, size = self._working.get(kept_by(optimizer), {}), None
+        for size, nbytes in working.items():
+            if nbytes is None:
+                assert size is not None
                 with unseen():
-                    working = by_size[most] = working_in_parts(optimizer, most)
-            if working <= room:
+                    nbytes = working[size] = working_in_parts(optimizer, size)
+            if nbytes <= room:
                 break
-        return most
+        return size
 
     def tells(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether that is sure: what such an update took before may not be all that the next one takes."""
@@ -107,12 +109,16 @@ class Needs:
             self._learned[key] = Update(max(took.state, before.state), max(took.working, before.working))
 
 
+_IS_TRAINED: Final = operator.attrgetter("requires_grad")
+
+
 def kept_by(optimizer: torch.optim.Optimizer) -> Kept:
     """What its needs depend on: of numbers that schedules change, whether they are 0."""
     groups = []
     for group in optimizer.param_groups:
         parameters = group["params"]
-        groups.append((id(parameters), len(parameters), *[(name, _kind(one)) for name, one in group.items()]))
+        trained = sum(map(_IS_TRAINED, parameters))
+        groups.append((id(parameters), len(parameters), trained, *[(name, _kind(one)) for name, one in group.items()]))
     return id(optimizer), len(optimizer.state), *groups
 
 

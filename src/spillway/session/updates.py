@@ -1,4 +1,4 @@
-"""Updates of a session's parameters outside of its steps: noticed, and said once.
+"""Updates of a session's parameters: heard of right before they begin; outside of its steps noticed, and said once.
 
 An optimizer that steps there takes memory that no step counts. A hook on all optimizers hears of it, because which of
 them updates a model need not be known to its session. Such a hook is global by nature, so the list of open sessions is
@@ -19,7 +19,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from spillway.engines.tensors.optimizers import Parts, sizes_of_parts
+from spillway.engines.tensors.optimizers import GroupsInParts, OptimizerInParts, sizes_of_parts
 from spillway.internals.locks import renew_in_children
 from spillway.units import Bytes
 
@@ -123,17 +123,18 @@ def before_update(tell: Callable[[], None], args: tuple[Any, ...], kwargs: dict[
 def update_in_parts(
     optimizer: torch.optim.Optimizer, tell: Callable[[], Bytes | None], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Arguments | None:
-    """The same for `tell` that says of what size parts are in which parameters are updated, or None for all at once."""
-    parts = Parts(optimizer)
+    """The same for `tell` that says in parts of how many bytes parameters are to be updated, or None for all at once.
+    What `step` then takes for its optimizer has smaller groups, and is that optimizer in everything else."""
+    groups = GroupsInParts(optimizer)
 
     def told() -> None:
-        parts.most = tell()
+        groups.part_bytes = tell()
 
     changed = before_update(told, args, kwargs)
-    if parts.most is None and (changed is None or not sizes_of_parts(optimizer)):
+    (updater, *given), named = changed or (args, kwargs)
+    if updater is not optimizer or (groups.part_bytes is None and (changed is None or not sizes_of_parts(optimizer))):
         return changed
-    (_, *given), named = changed or (args, kwargs)  # a closure has not run yet, and said nothing
-    return (parts.updater, *given), named
+    return (OptimizerInParts(groups), *given), named  # also where a closure has not run yet, and said nothing
 
 
 def users_level() -> int:

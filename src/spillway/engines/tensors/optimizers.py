@@ -1,4 +1,5 @@
-"""What updates of optimizers take, from three of them on tensors without content."""
+"""What updates of optimizers take, from three of them on tensors without content; and updates of one part of the
+parameters after the other, which take less at once."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from spillway.engines.tensors.tally import Tally
 from spillway.engines.tensors.twins import bare_step
 from spillway.internals.interrupts import by_signal
-from spillway.internals.private import default_to_foreach, grad_mode, local_of
+from spillway.internals.private import default_to_foreach, grad_mode, is_distributed, is_hollow, local_of
 from spillway.memory.budget import UNLIMITED
 from spillway.memory.ledger import SMALLEST_MOVABLE
 from spillway.units import Bytes
@@ -87,78 +88,111 @@ def update_of(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]]
     return total
 
 
-class Parts(list[dict[str, Any]]):
-    """Groups of an optimizer that is one of torch's. Those that it updates in ops over lists come in parts: neighbours
-    of `most` bytes together, or one that is larger. These are the same sums, tensor by tensor, but the temporaries of
-    one part are gone when the next one begins."""
+class GroupsInParts(list[dict[str, Any]]):
+    """Groups of an optimizer that is one of torch's. Iterating cuts those that it updates in ops over lists into groups
+    of neighbours with `part_bytes` together, or one that is larger: the same sums, tensor by tensor, but the
+    temporaries of one part are gone when the next one begins."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, most: Bytes | None = None) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, part_bytes: Bytes | None = None) -> None:
         super().__init__(optimizer.param_groups)
-        self.most = most
+        self.optimizer = optimizer
+        self.part_bytes = part_bytes
         """None: nothing is cut."""
-        self._optimizer = optimizer
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """As groups are by now: hooks that come before an update may change them."""
-        for group in self._optimizer.param_groups:
-            if self.most is None or not _by_lists(group):
+        for group in self.optimizer.param_groups:
+            if self.part_bytes is None or not _can_be_cut(self.optimizer, group):
                 yield group
                 continue
             part: list[torch.Tensor] = []
             nbytes = 0
             for one in group["params"]:
-                if part and nbytes + _nbytes(one) > self.most:
+                if part and nbytes + _nbytes(one) > self.part_bytes:
                     yield {**group, "params": part}
                     part, nbytes = [], 0
                 part.append(one)
                 nbytes += _nbytes(one)
             yield {**group, "params": part}
 
-    @property
-    def updater(self) -> torch.optim.Optimizer:
-        """An optimizer that has these groups, and everything else from theirs, state included."""
-        twin = object.__new__(type(self._optimizer))
-        vars(twin).update(vars(self._optimizer), param_groups=self)
-        return twin
+
+class OptimizerInParts:
+    """Stands for an optimizer in its `step`: has these groups, and is that optimizer in everything else."""
+
+    def __init__(self, groups: GroupsInParts) -> None:
+        vars(self)["param_groups"] = groups
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.param_groups.optimizer, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.param_groups.optimizer, name, value)
 
 
 def sizes_of_parts(optimizer: torch.optim.Optimizer) -> list[Bytes]:
-    """`most` of parts, from half of what it updates in ops over lists to the largest of it alone, by halves; nothing
-    where there is nothing to be cut."""
+    """`part_bytes`, from half of what it updates in ops over lists to the largest of it alone, by halves; nothing where
+    there is nothing to be cut."""
     if not type(optimizer).__module__.startswith("torch.optim"):
         return []
-    lists = [[_nbytes(one) for one in group["params"]] for group in optimizer.param_groups if _by_lists(group)]
-    largest, most = max(map(max, filter(None, lists)), default=0), max(map(sum, lists), default=0)
+    groups = [group["params"] for group in optimizer.param_groups if _can_be_cut(optimizer, group)]
+    lists = [[*map(_nbytes, parameters)] for parameters in groups if parameters]
+    largest, nbytes = max(map(max, lists), default=0), max(map(sum, lists), default=0)
     sizes = []
-    while most // 2 > largest:
-        sizes.append(most := most // 2)
-    return [*sizes, largest] if most > largest else []
+    while nbytes // 2 > largest:
+        sizes.append(nbytes := nbytes // 2)
+    return [*sizes, largest] if nbytes > largest else []
 
 
-def working_in_parts(optimizer: torch.optim.Optimizer, most: Bytes | None) -> Bytes:
-    """Temporaries of its next update in such parts, at most at once; UNLIMITED where that cannot be told."""
-    unlike: dict[Any, dict[str, Any]] = {}
-    for group in Parts(optimizer, most):
-        kinds = [(local_of(one).shape, one.dtype) for one in group["params"] if one.requires_grad]
-        options = [id(option) for name, option in group.items() if name != "params"]
-        unlike[*kinds, *options] = group
-    update = update_of(optimizer, [*unlike.values()])
+def working_in_parts(optimizer: torch.optim.Optimizer, part_bytes: Bytes) -> Bytes:
+    """Temporaries of its next update in such parts, at most at once: those of the largest part of each kind. UNLIMITED
+    where that cannot be told."""
+    largest: dict[Any, tuple[Bytes, dict[str, Any]]] = {}
+    for group in GroupsInParts(optimizer, part_bytes):
+        updated = [local_of(one) for one in group["params"] if _is_updated(one)]
+        kinds = frozenset((one.dtype, one.dim()) for one in updated)
+        options = tuple(id(option) for name, option in group.items() if name != "params")
+        nbytes = sum(map(_nbytes, updated))
+        if nbytes >= largest.get((kinds, options), (0,))[0]:
+            largest[kinds, options] = nbytes, group
+    update = update_of(optimizer, [group for _, group in largest.values()])
     return UNLIMITED if update is None else update.working
 
 
-def _by_lists(group: dict[str, Any]) -> bool:
-    """Whether ops over lists update it that make lists of temporaries, as `foreach=True` has it, which is what torch
-    does on accelerators unless it is told otherwise."""
+def _uses_foreach(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
+    """Whether ops over lists update it that make lists of temporaries: with `foreach=True`, and on accelerators unless
+    it is told otherwise."""
     chosen, rate = group.get("foreach", False), group.get("lr")
-    if chosen is None and not group.get("fused"):
-        if isinstance(rate, torch.Tensor) and not group.get("capturable"):
+    if chosen is None:
+        if group.get("fused") is not None or isinstance(optimizer, torch.optim.Adafactor):
+            return False
+        if isinstance(optimizer, torch.optim.Adam) and isinstance(rate, torch.Tensor) and not group["capturable"]:
             return False
         chosen = default_to_foreach(group["params"], differentiable=group.get("differentiable", False))
     return bool(chosen)
 
 
+def _can_be_cut(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
+    """Whether parts of it are the same sums, and fail as a whole: ops over lists go through all parameters before the
+    next one does, which tells where some share memory; of sparse gradients most are refused before anything changes;
+    and where an update communicates, as Adafactor's of sharded parameters, all ranks do so in one order."""
+    if not _uses_foreach(optimizer, group):
+        return False
+    updated = [local_of(one) for one in group["params"] if _is_updated(one)]
+    if any(is_hollow(one) or (one.grad is not None and one.grad.layout is not torch.strided) for one in updated):
+        return False
+    if isinstance(optimizer, torch.optim.Adafactor) and any(map(is_distributed, group["params"])):
+        return False
+    spans = sorted((one.data_ptr(), one.data_ptr() + _nbytes(one)) for one in updated)
+    return all(one[1] <= other[0] for one, other in pairwise(spans))
+
+
+def _is_updated(parameter: torch.Tensor) -> bool:
+    """Whether there is a gradient to update it by, or will be: also one that is frozen by then."""
+    return parameter.requires_grad or parameter.grad is not None
+
+
 def _nbytes(parameter: torch.Tensor) -> Bytes:
-    return local_of(parameter).numel() * parameter.element_size() if parameter.requires_grad else 0
+    return local_of(parameter).numel() * parameter.element_size() if _is_updated(parameter) else 0
 
 
 def grows(optimizer: torch.optim.Optimizer) -> bool:
@@ -169,7 +203,7 @@ def grows(optimizer: torch.optim.Optimizer) -> bool:
 def assumed(optimizer: torch.optim.Optimizer) -> Update:
     """Of an optimizer that tells nothing beforehand (`update_of` is None): a bound that published ones keep, `STATES`
     for each parameter that has no state yet and `TEMPORARIES` for each of them."""
-    parameters = [one for group in optimizer.param_groups for one in group["params"] if one.requires_grad]
+    parameters = [one for group in optimizer.param_groups for one in group["params"] if _is_updated(one)]
     sizes = [local_of(one).numel() * max(one.element_size(), SINGLE) for one in parameters]
     new = [nbytes for one, nbytes in zip(parameters, sizes, strict=True) if not optimizer.state.get(one)]
     small = sum(SINGLE + STATES * nbytes * (nbytes < SMALLEST_MOVABLE) for nbytes in sizes)
@@ -202,8 +236,8 @@ def _of_lbfgs(optimizer: torch.optim.Optimizer) -> Update:
 
 
 def _of_group(optimizer: torch.optim.Optimizer, group: dict[str, Any], total: Update) -> Update:
-    trained = [one for one in group["params"] if one.requires_grad]
-    if _by_lists(group):
+    trained = [one for one in group["params"] if _is_updated(one)]
+    if _uses_foreach(optimizer, group):
         group = {**group, "foreach": True}  # wherever it is measured
     if group.get("foreach") or group.get("fused"):
         new = [one for one in trained if not optimizer.state.get(one)]
