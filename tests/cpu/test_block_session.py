@@ -217,8 +217,8 @@ def test_what_an_optimizer_needs_for_itself_is_known_before_it_begins(method: st
         ) as memory:
             try:
                 for _ in range(3):
-                    with memory.step(torch.ones(64, 32)):
-                        model(torch.ones(64, 32)).square().mean().backward()
+                    with memory.step(torch.ones(2, 32)):
+                        model(torch.ones(2, 32)).square().mean().backward()
                         optimizer.step()
                         optimizer.zero_grad()
             except BudgetInfeasible as refused:
@@ -227,10 +227,11 @@ def test_what_an_optimizer_needs_for_itself_is_known_before_it_begins(method: st
             return [report.peak_bytes for report in memory.history]
 
     highest = max(trained(1 << 30))
-    for share in (0.5, 0.9):
+    for share in (0.5, 0.8):
         (named,) = trained(int(share * highest))
-        assert highest <= named <= 1.1 * highest
+        assert named < highest, "parameters can be updated in parts"
         assert max(trained(named)) <= named
+        assert trained(int(named / 1.02)) == [named]
 
 
 def test_the_model_is_its_own_again_when_the_session_is_closed() -> None:

@@ -161,8 +161,12 @@ def _adds_a_group(optimizer: torch.optim.Optimizer) -> object:
     return optimizer.register_step_pre_hook(adds)
 
 
+def _calls_with_its_own(optimizer: torch.optim.Optimizer) -> object:
+    return optimizer.register_step_pre_hook(lambda optimizer, args, kwargs: ((optimizer, *args[1:]), kwargs))
+
+
 @pytest.mark.parametrize("closure", [False, True])
-@pytest.mark.parametrize("around", [_changes_rates, _schedules, _begins_anew, _adds_a_group])
+@pytest.mark.parametrize("around", [_changes_rates, _schedules, _begins_anew, _adds_a_group, _calls_with_its_own])
 def test_hooks_and_schedules_see_the_users_optimizer(
     monkeypatch: pytest.MonkeyPatch, around: Around, closure: bool
 ) -> None:

@@ -181,8 +181,8 @@ class SpillwayCallback(Callback):
             return None
         return update_in_parts(optimizer, functools.partial(self._update_begins, optimizer), args, kwargs)
 
-    def _update_begins(self, optimizer: torch.optim.Optimizer) -> Bytes | None:
-        return None if self.memory is None else self.memory._update_begins(optimizer)
+    def _update_begins(self, optimizer: torch.optim.Optimizer, at_once: bool) -> Bytes | None:
+        return None if self.memory is None else self.memory._update_begins(optimizer, at_once)
 
     def _optimizer_ended(self, *_: Any) -> None:
         self._stepped = True

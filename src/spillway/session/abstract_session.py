@@ -296,9 +296,9 @@ class Session(ABC):
         """Tell a session whose step begins within a call of the model how that was called, for refusals. Of all later
         calls it hears by itself."""
 
-    def _update_begins(self, optimizer: torch.optim.Optimizer) -> Bytes | None:
+    def _update_begins(self, optimizer: torch.optim.Optimizer, at_once: bool) -> Bytes | None:
         """Tell a session that was opened within an optimizer's closure, after which the optimizer changes something: in
-        parts of so many bytes, or all at once. Of all later updates it hears by itself."""
+        parts of so many bytes, or all at once, as it may have to. Of all later updates it hears by itself."""
         return None
 
     def end(self) -> None:

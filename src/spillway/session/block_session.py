@@ -16,6 +16,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, final
 
 import torch
+from torch._compile import _disable_dynamo
 from torch.nn.parallel import DistributedDataParallel
 
 from spillway.engines.blocks.block import CallReport
@@ -244,8 +245,8 @@ class BlockSession(Session):
         self._base_rss: Bytes | None = None
         """What the process takes beside tensors, where freed memory is returned."""
         self._reclaimer = self._watch_resident_set() if spill.return_freed and self._device.type == "cpu" else None
-        self._handles = [one.register_step_pre_hook(self._optimizer_begins) for one in optimizers]
-        self._handles += [one.register_step_post_hook(self._optimizer_ended) for one in optimizers]
+        self._before_updates = [one.register_step_pre_hook(self._optimizer_begins) for one in optimizers]
+        self._handles = [one.register_step_post_hook(self._optimizer_ended) for one in optimizers]
         self._pages = blocks.page
         self._names = blocks.names
         self._parts = tuple(modules_of(models))
@@ -416,7 +417,7 @@ class BlockSession(Session):
                 stack.callback(self._paging.close)
             if self._finder is not None:
                 stack.callback(self._finder.remove)
-            for handle in self._handles:
+            for handle in (*self._before_updates, *self._handles):
                 stack.callback(handle.remove)
 
     def _leave(self, step: AbstractStep, error: BaseException | None) -> None:
@@ -583,9 +584,10 @@ class BlockSession(Session):
     ) -> Arguments | None:
         return update_in_parts(optimizer, partial(self._update_begins, optimizer), args, kwargs)
 
-    def _update_begins(self, optimizer: torch.optim.Optimizer) -> Bytes | None:
-        return self._running.optimizer_begins(optimizer) if isinstance(self._running, _Step) else None
+    def _update_begins(self, optimizer: torch.optim.Optimizer, at_once: bool) -> Bytes | None:
+        return self._running.optimizer_begins(optimizer, at_once) if isinstance(self._running, _Step) else None
 
+    @_disable_dynamo
     def _optimizer_ended(self, *_: Any) -> None:
         if isinstance(self._running, _Step):
             self._running.optimizer_ended()
@@ -677,6 +679,10 @@ class _Step(AbstractStep):
     def begin(self) -> None:
         session = self._session
         session._look_again()
+        for handle in session._before_updates:  # the user's come first, which may change what is updated, and by what
+            hooks = handle.hooks_dict_ref()
+            if hooks is not None and handle.id in hooks:
+                hooks.move_to_end(handle.id)
         self._family = session._family(self._batch)
         sized = not session._leaves_to_ops or session.tells_size(self._batch)
         self._dimensions = self._family.reader.dimensions(self._batch) if sized else ()
@@ -951,14 +957,14 @@ class _Step(AbstractStep):
         return decision, forecast, self._size, fits and watch is not None and not watch.unmeasured
 
     @unheard_by_modes
-    def optimizer_begins(self, optimizer: torch.optim.Optimizer) -> Bytes | None:
-        """An optimizer is about to change something: in parts of so many bytes, or all at once."""
+    def optimizer_begins(self, optimizer: torch.optim.Optimizer, at_once: bool) -> Bytes | None:
+        """An optimizer is about to change something: in parts of so many bytes, or all at once, as it may have to."""
         self._optimized = True
         session, watch, room = self._session, self._watch, None
         if watch is None and self._trace is not None and session._budget.limited and not self._guarded:
-            room = self._check_alone(self._trace, session._needs.of(optimizer))
+            room = self._check_alone(self._trace, session._needs.of(optimizer, at_once=at_once))
         if watch is not None and session._budget.limited:
-            needs, told = session._needs.of(optimizer), session._needs.tells(optimizer)
+            needs, told = session._needs.of(optimizer, at_once=at_once), session._needs.tells(optimizer)
             if told and self._evaluates is optimizer:
                 needs = Update()  # its closure ran again, and it was granted all that it needs
             try:
@@ -973,7 +979,7 @@ class _Step(AbstractStep):
                 session._paging.forget(self._entered[1:])  # the rest of the step fits
                 self._forwards, self._watched = watch, (self._updates.pop(), session._budget.resident)
         self._updated = True
-        return None if room is None else session._needs.part_bytes(optimizer, room)
+        return None if room is None or at_once else session._needs.part_bytes(optimizer, room)
 
     def _check_alone(self, trace: AbstractTrace, needs: Update) -> Bytes | None:
         """Of a step in which no block was heard of, as where `torch.func` calls the model; what is left for

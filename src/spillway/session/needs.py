@@ -63,10 +63,12 @@ class Needs:
         """Of those that update in ops over lists: temporaries all at once, and in parts of so many bytes, the largest
         first; None where nobody has asked yet."""
 
-    def of(self, optimizer: torch.optim.Optimizer) -> Update:
-        """Of its next update, in the smallest parts."""
+    def of(self, optimizer: torch.optim.Optimizer, *, at_once: bool = False) -> Update:
+        """Of its next update, in the smallest parts unless it is all to be updated at once."""
         told = self._told.get(kept_by(optimizer))
-        return told if told is not None and not grows(optimizer) else self._found(optimizer)
+        found = told if told is not None and not grows(optimizer) else self._found(optimizer)
+        whole = self._working.get(kept_by(optimizer), {}).get(None) if at_once else None
+        return found if whole is None else found._replace(working=whole)
 
     @unseen()
     def _found(self, optimizer: torch.optim.Optimizer) -> Update:

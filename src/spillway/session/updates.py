@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Final, TypeAlias, final
 
 import torch
+from torch._compile import _disable_dynamo
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
@@ -121,19 +122,30 @@ def before_update(tell: Callable[[], None], args: tuple[Any, ...], kwargs: dict[
 
 
 def update_in_parts(
-    optimizer: torch.optim.Optimizer, tell: Callable[[], Bytes | None], args: tuple[Any, ...], kwargs: dict[str, Any]
+    optimizer: torch.optim.Optimizer,
+    tell: Callable[[bool], Bytes | None],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> Arguments | None:
-    """The same for `tell` that says in parts of how many bytes parameters are to be updated, or None for all at once.
-    What `step` then takes for its optimizer has smaller groups, and is that optimizer in everything else."""
+    """The same for `tell` that says in parts of how many bytes parameters are to be updated, or None for all at once,
+    as it must be where it is told True. What `step` then takes for its optimizer has smaller groups, and is that
+    optimizer in everything else."""
+    return _in_parts(optimizer, tell, torch.compiler.is_compiling() or args[0] is not optimizer, args, kwargs)
+
+
+@_disable_dynamo
+def _in_parts(
+    optimizer: torch.optim.Optimizer, tell: Callable[[bool], Bytes | None], at_once: bool, args: Any, kwargs: Any
+) -> Arguments | None:
     groups = GroupsInParts(optimizer)
 
     def told() -> None:
-        groups.part_bytes = tell()
+        groups.part_bytes = tell(at_once)
 
     changed = before_update(told, args, kwargs)
-    (updater, *given), named = changed or (args, kwargs)
-    if updater is not optimizer or (groups.part_bytes is None and (changed is None or not sizes_of_parts(optimizer))):
+    if at_once or (groups.part_bytes is None and (changed is None or not sizes_of_parts(optimizer))):
         return changed
+    (_, *given), named = changed or (args, kwargs)
     return (OptimizerInParts(groups), *given), named  # also where a closure has not run yet, and said nothing
 
 

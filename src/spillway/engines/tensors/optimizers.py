@@ -151,7 +151,7 @@ def working_in_parts(optimizer: torch.optim.Optimizer, part_bytes: Bytes) -> Byt
         updated = [local_of(one) for one in group["params"] if _is_updated(one)]
         kinds = frozenset((one.dtype, one.dim()) for one in updated)
         options = tuple(id(option) for name, option in group.items() if name != "params")
-        nbytes = sum(map(_nbytes, updated))
+        nbytes = sum(map(_nbytes, group["params"]))
         if nbytes >= largest.get((kinds, options), (0,))[0]:
             largest[kinds, options] = nbytes, group
     update = update_of(optimizer, [group for _, group in largest.values()])
@@ -172,18 +172,24 @@ def _uses_foreach(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bo
 
 
 def _can_be_cut(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
-    """Whether parts of it are the same sums, and fail as a whole: ops over lists go through all parameters before the
-    next one does, which tells where some share memory; of sparse gradients most are refused before anything changes;
-    and where an update communicates, as Adafactor's of sharded parameters, all ranks do so in one order."""
+    """Whether parts of it are the same sums, and fail as a whole. An op over lists goes through all parameters before
+    the next op does, which tells where some share memory; sparse gradients most optimizers refuse before anything
+    changes; and where an update communicates, as Adafactor's of sharded parameters, all ranks do so in one order."""
     if not _uses_foreach(optimizer, group):
         return False
     updated = [local_of(one) for one in group["params"] if _is_updated(one)]
-    if any(is_hollow(one) or (one.grad is not None and one.grad.layout is not torch.strided) for one in updated):
+    if any(is_hollow(one) or (one.grad is not None and not _lies_alike(one, one.grad)) for one in updated):
         return False
     if isinstance(optimizer, torch.optim.Adafactor) and any(map(is_distributed, group["params"])):
         return False
-    spans = sorted((one.data_ptr(), one.data_ptr() + _nbytes(one)) for one in updated)
+    spans = sorted((one.data_ptr(), one.data_ptr() + one.nbytes) for one in updated)
     return all(one[1] <= other[0] for one, other in pairwise(spans))
+
+
+def _lies_alike(parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
+    """On accelerators one pair that does not has the whole list go through other kernels."""
+    dense = gradient.layout is torch.strided
+    return dense and (parameter.device.type == "cpu" or parameter.stride() == gradient.stride())
 
 
 def _is_updated(parameter: torch.Tensor) -> bool:
