@@ -4,6 +4,7 @@ do not fit, a part of them is updated after the other, with the same bits."""
 from __future__ import annotations
 
 import itertools
+import sys
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 import spillway
+from spillway.engines.tensors.optimizers import uses_foreach
 from spillway.errors import BudgetInfeasible
 from spillway.units import Bytes
 from tests.cpu.families import State, difference, state_of
@@ -270,3 +272,31 @@ def test_what_is_trained_again_is_told_anew() -> None:
                 with memory.step(batch):
                     training._train(batch)
         assert max(report.peak_bytes for report in memory.history[4:]) <= budget
+
+
+DEFAULTS: list[tuple[str, dict[str, Any]]] = [
+    *((name, {}) for name in ("AdamW", "Adam", "SGD", "Adagrad", "NAdam", "RMSprop", "Adadelta", "Adamax", "RAdam")),
+    *((name, {}) for name in ("ASGD", "Rprop", "Adafactor")),
+    *((name, {"lr": torch.tensor(0.01)}) for name in ("AdamW", "Adam", "NAdam", "RMSprop")),
+    *((name, {"fused": False}) for name in ("AdamW", "Adam", "SGD", "Adagrad")),
+    *((name, {"foreach": False}) for name in ("AdamW", "SGD", "Adafactor")),
+    *((name, {"foreach": True}) for name in ("AdamW", "SGD", "Adafactor")),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), DEFAULTS)
+def test_it_is_known_which_optimizers_update_in_ops_over_lists_on_accelerators(
+    monkeypatch: pytest.MonkeyPatch, name: str, options: dict[str, Any]
+) -> None:
+    """As if this device were one."""
+    monkeypatch.setattr(sys.modules["torch.optim.optimizer"], "_get_foreach_kernels_supported_devices", lambda: ["cpu"])
+    module = sys.modules[getattr(torch.optim, name).step.__module__]
+    [kernel] = [one for one in vars(module) if one.startswith("_multi_tensor_")]
+    through, called = getattr(module, kernel), []
+    monkeypatch.setattr(module, kernel, lambda *args, **kwargs: (called.append(True), through(*args, **kwargs)))
+    parameters = [nn.Parameter(torch.ones(4, 4)) for _ in range(2)]
+    optimizer = getattr(torch.optim, name)(parameters, **options)
+    for one in parameters:
+        one.grad = torch.ones_like(one)
+    optimizer.step()
+    assert uses_foreach(optimizer, optimizer.param_groups[0]) == bool(called)

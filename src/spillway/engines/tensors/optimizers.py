@@ -158,7 +158,7 @@ def working_in_parts(optimizer: torch.optim.Optimizer, part_bytes: Bytes) -> Byt
     return UNLIMITED if update is None else update.working
 
 
-def _uses_foreach(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
+def uses_foreach(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
     """Whether ops over lists update it that make lists of temporaries: with `foreach=True`, and on accelerators unless
     it is told otherwise."""
     chosen, rate = group.get("foreach", False), group.get("lr")
@@ -175,7 +175,7 @@ def _can_be_cut(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool
     """Whether parts of it are the same sums, and fail as a whole. An op over lists goes through all parameters before
     the next op does, which tells where some share memory; sparse gradients most optimizers refuse before anything
     changes; and where an update communicates, as Adafactor's of sharded parameters, all ranks do so in one order."""
-    if not _uses_foreach(optimizer, group):
+    if not uses_foreach(optimizer, group):
         return False
     updated = [local_of(one) for one in group["params"] if _is_updated(one)]
     if any(is_hollow(one) or (one.grad is not None and not _lies_alike(one, one.grad)) for one in updated):
@@ -243,7 +243,7 @@ def _of_lbfgs(optimizer: torch.optim.Optimizer) -> Update:
 
 def _of_group(optimizer: torch.optim.Optimizer, group: dict[str, Any], total: Update) -> Update:
     trained = [one for one in group["params"] if _is_updated(one)]
-    if _uses_foreach(optimizer, group):
+    if uses_foreach(optimizer, group):
         group = {**group, "foreach": True}  # wherever it is measured
     if group.get("foreach") or group.get("fused"):
         new = [one for one in trained if not optimizer.state.get(one)]
