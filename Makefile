@@ -13,7 +13,7 @@ WITHOUT_NATIVE := $(patsubst %,tests/cpu/test_%.py,exactness soft_budget reclaim
 # The interpreter that sees a GPU, with torch, pytest and hypothesis installed: nothing is downloaded for these two.
 GPU_PYTHON ?= python3
 
-.PHONY: demo test test-newest test-gpu check docs bench bench-gpu papers clean
+.PHONY: demo test test-busy test-newest test-gpu check docs bench bench-gpu papers clean
 
 # Compiled now, so that nothing waits for it later; where there is no compiler everything runs without it.
 demo: $(INSTALLED)
@@ -27,6 +27,11 @@ test: $(INSTALLED)
 	$(RUN)/python -m pytest $(BESIDE) --without-torch tests/pure tests/architecture
 	$(RUN)/python -m pytest $(BESIDE) --ignore=tests/pure --ignore=tests/architecture
 	SPILLWAY_NATIVE=0 $(RUN)/python -m pytest $(BESIDE) $(WITHOUT_NATIVE)
+
+# Three times in a row beside four processes that are busy: what holds only on an idle machine fails here. Some two hours.
+test-busy: $(INSTALLED)
+	@busy=; trap 'kill $$busy' EXIT; for i in 1 2 3 4; do $(RUN)/python -c 'while True: pass' & busy="$$busy $$!"; done; \
+	$(MAKE) test && $(MAKE) test && $(MAKE) test
 
 # The same tests with the newest torch that pip finds, in an environment of its own. Once made it stays: remove
 # .venv-newest for a newer one. Checks with ruff and mypy are made with the pinned versions alone.
