@@ -241,6 +241,9 @@ def test_steps_in_which_all_fits_and_the_update_takes_the_most_are_left_to_block
                 optimizer.step()
                 optimizer.zero_grad()
         assert isinstance(memory._now, BlockSession)  # type: ignore[attr-defined]
+        planned = [report for report in memory.history if report.projected_bytes]
+        assert planned
+        assert all(report.peak_bytes <= report.projected_bytes <= 1.001 * report.peak_bytes for report in planned)
 
 
 @pytest.mark.parametrize("fit", [0, 8])

@@ -597,9 +597,10 @@ class BlockSession(Session):
         if isinstance(running, _Step) and running.thread is threading.current_thread():
             running.graph_grows()
 
-    def _needs_of_all(self) -> Update:
+    def _needs_of_all(self, *, at_once: bool = False) -> Update:
         """Of all optimizers, which step one after the other."""
-        return functools.reduce(Update.beside, map(self._needs.of, self._optimizers), Update())
+        needs = (self._needs.of(one, at_once=at_once) for one in self._optimizers)
+        return functools.reduce(Update.beside, needs, Update())
 
     # ------------------------------------------------------------------ for _Step
 
@@ -647,6 +648,8 @@ class _Step(AbstractStep):
         self._trace: AbstractTrace | None = None
         self._optimized = self._updated = False
         """Whether an optimizer has begun, and whether it was granted what it needs."""
+        self._update: Bytes = 0
+        """What is foretold to be there at most while optimizers update."""
         self._evaluates: torch.optim.Optimizer | None = None
         """The one that is updating, and may call its closure again."""
         self._lost: str | None = None
@@ -944,7 +947,12 @@ class _Step(AbstractStep):
         if not method.needs_blocks:  # a gradient that is there has the new one beside it for a moment
             available -= max(self._session._of_gradients(), default=0)
         missed = self._session._paging.missed(self._entered[1:]) if self._session._paging is not None else 0
-        available -= missed + self._session._under_way + self._session._needs_of_all().held
+        needs = self._session._needs_of_all(at_once=True)
+        available -= missed + self._session._under_way + needs.held
+        if not self._asked[1:]:  # of later forwards gradients are there
+            gradients = sum(map(self._session._needs.gradients, self._session._optimizers))
+            missing = max(gradients - sum(self._session._of_gradients()), 0)
+            self._update = min(self._start + missing + needs.state + needs.working, self._session.allowed)
         began = time.perf_counter()
         decision = method.begin(self._size, available)
         self._session._planner = method
@@ -1180,8 +1188,9 @@ class _Step(AbstractStep):
     def _foretold(self) -> dict[str, Any]:
         watch = self._watch or self._forwards
         planned = watch.passes if watch is not None else []
+        expected = max((one.expected for one in planned), default=0)
         return {
-            "projected_bytes": max((one.expected for one in planned), default=0),
+            "projected_bytes": max(expected, self._update) if expected and self._optimized else expected,
             "projected_seconds": sum(one.decision.plan.step_seconds for one in planned),
             "planning_seconds": self._planning,
         }
