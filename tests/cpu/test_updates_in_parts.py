@@ -55,7 +55,7 @@ class Training:
         self._around(self.optimizer)
         for batch in self.batches:
             self._train(batch)
-        return self._ended()
+        return state_of(self.model, self.optimizer)
 
     def under(self, budget: Bytes | None, method: str) -> tuple[State, Bytes]:
         with spillway.manage(self.model, self.optimizer, budget=budget, method=method) as memory:
@@ -63,7 +63,7 @@ class Training:
             for batch in self.batches:
                 with memory.step(batch):
                     self._train(batch)
-            return self._ended(), max(report.peak_bytes for report in memory.history)
+            return state_of(self.model, self.optimizer), max(report.peak_bytes for report in memory.history)
 
     def _train(self, batch: torch.Tensor) -> None:
         def loss() -> torch.Tensor:
@@ -77,9 +77,6 @@ class Training:
         else:
             loss()
             self.optimizer.step()
-
-    def _ended(self) -> State:
-        return state_of(self.model, self.optimizer)
 
 
 def _tight(optimizer: str, method: str) -> Bytes:
