@@ -950,9 +950,7 @@ class _Step(AbstractStep):
         needs = self._session._needs_of_all(at_once=True)
         available -= missed + self._session._under_way + needs.held
         if not self._asked[1:]:  # of later forwards gradients are there
-            gradients = sum(map(self._session._needs.gradients, self._session._optimizers))
-            missing = max(gradients - sum(self._session._of_gradients()), 0)
-            self._update = min(self._start + missing + needs.state + needs.working, self._session.allowed)
+            self._update = min(self._start + self._missing + needs.state + needs.working, self._session.allowed)
         began = time.perf_counter()
         decision = method.begin(self._size, available)
         self._session._planner = method

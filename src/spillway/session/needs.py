@@ -31,7 +31,7 @@ from spillway.engines.tensors.tally import Tally
 from spillway.engines.tensors.twins import results_of, unseen, untouched, usual_loss, without_content
 from spillway.errors import SpillError
 from spillway.internals.interrupts import by_signal
-from spillway.internals.private import grad_mode, heard, local_of
+from spillway.internals.private import grad_mode, heard
 from spillway.methods.actions import Action
 from spillway.tiers.transfer import Store, Transfer
 from spillway.units import Bytes, Seconds
@@ -59,7 +59,6 @@ class Needs:
     def __init__(self) -> None:
         self._told: dict[Kept, Update | None] = {}
         self._learned: dict[Kept, Update] = {}
-        self._gradients: dict[Kept, Bytes] = {}
         self._working: dict[Kept, dict[Bytes | None, Bytes | None]] = {}
         """Of those that update in ops over lists: temporaries all at once, and in parts of so many bytes, the largest
         first; None where nobody has asked yet."""
@@ -82,14 +81,6 @@ class Needs:
                 told = told._replace(working=min(smallest, told.working))
             self._told[key] = told
         return self._told[key] or self._learned.get(key) or assumed(optimizer)
-
-    def gradients(self, optimizer: torch.optim.Optimizer) -> Bytes:
-        """Of all that it trains."""
-        key = kept_by(optimizer)
-        if key not in self._gradients:
-            trained = [one for group in optimizer.param_groups for one in group["params"] if one.requires_grad]
-            self._gradients[key] = sum(local_of(one).numel() * one.element_size() for one in trained)
-        return self._gradients[key]
 
     def part_bytes(self, optimizer: torch.optim.Optimizer, room: Bytes) -> Bytes | None:
         """Of what size parts are in which its next update has no more temporaries than there is room for, or the
