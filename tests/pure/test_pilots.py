@@ -13,7 +13,8 @@ import pytest
 from spillway.calibration.named_device import device_of
 from spillway.cli import main
 from spillway.errors import FileFormatError, UsageError
-from spillway.pilots.decisions import BATCHES, EPOCHS, ROWS, DecisionPilot
+from spillway.pilots import decisions
+from spillway.pilots.decisions import EPOCHS, ROWS, DecisionPilot
 from spillway.pilots.lines import Follower
 from spillway.pilots.mlp import Mlp
 from spillway.pilots.paths import Sample
@@ -177,13 +178,14 @@ def test_samples_that_are_described_otherwise_are_refused(structure: tuple[float
             one.foresee(replace(samples[0], structure=structure))
 
 
-def test_few_samples_are_learned_as_long_as_many() -> None:
+def test_few_samples_are_learned_as_long_as_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decisions, "BATCHES", 64)
     network = GatedNetwork(3, seed=1)
     samples = network.samples(640)
     program = Program(network.architecture)
     rows = sum(len(one.hidden) + 1 for one in samples[:64])
-    assert DecisionPilot(program, width=4).fit(samples[:64]) == BATCHES // -(-rows // ROWS)
-    assert DecisionPilot(program, width=4).fit(samples[:64] * 300) == EPOCHS
+    assert DecisionPilot(program, width=4).fit(samples[:64]) == 64 // -(-rows // ROWS) > EPOCHS
+    assert DecisionPilot(program, width=4).fit(samples[:64] * 10) == EPOCHS
     assert DecisionPilot(program, width=4).fit(samples, epochs=2) == 2
 
 
