@@ -374,3 +374,45 @@ def test_a_forward_within_a_transform_that_does_not_fit_is_lent_memory_or_refuse
                 loss, found = model(x).sum(), forwards(x) if number > 2 else plain
                 loss.backward()
             assert all(map(torch.equal, plain, found))
+
+
+class Remembering(nn.Module):
+    """Reads a buffer and writes to it after layers whose results all stay, as memory banks and codebooks do."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Tanh()) for _ in range(4))
+        self.register_buffer("bank", torch.ones(width, width))
+        self.bank: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: list[Tensor] = []
+        for layer in self.layers:
+            x = layer(x)
+            made += [x, x.cos(), x.sin()]
+        result = x + self.bank
+        with torch.no_grad():
+            self.bank.mul_(0.9).add_(x, alpha=0.1)
+        return result + sum(made)
+
+
+def test_a_forward_that_finds_blocks_in_a_paged_step_leaves_buffers_as_they_were() -> None:
+    width = 128
+
+    def trained(budget: int) -> list[bytes]:
+        torch.manual_seed(0)
+        model = Remembering(width)
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        opened = spillway.manage(model, optimizer, budget=budget) if budget else nullcontext()
+        with opened as memory:
+            for _ in range(2):
+                x = torch.randn(width, width)
+                with memory.step(x) if memory is not None else nullcontext():
+                    model(x).square().mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+        return [tensor.detach().numpy().tobytes() for tensor in model.state_dict().values()]
+
+    expected = trained(0)
+    for halves in range(11, 24, 2):  # where a tensor comes back to depends on what there is room for
+        assert trained(halves * width * width * 2) == expected

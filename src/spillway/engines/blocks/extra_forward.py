@@ -199,8 +199,7 @@ class Seen(cast(Any, TorchDispatchMode)):  # type: ignore[misc]  # torch's class
     @unheard_by_modes
     def _before(self, tensor: Tensor) -> None:
         key, storage = address(tensor), tensor.untyped_storage()
-        begin = _begin(storage)
-        if self._is_there(key) or (begin and self._is_there(self._begins.get(begin, 0))):
+        if self._is_there(key) or self._is_over_made(storage):
             return
         if not tensor.is_inference():
             self._versions.append((tensor, tensor._version))  # an alias made here would have a counter of its own
@@ -221,6 +220,16 @@ class Seen(cast(Any, TorchDispatchMode)):  # type: ignore[misc]  # torch's class
         """Whether a storage was made since the run began, and is there."""
         made = self._made.get(key)
         return made is not None and not made[0].expired()
+
+    def _is_over_made(self, storage: torch.UntypedStorage) -> bool:
+        """Whether its bytes are those of one that was made since. Not whether those began there when they were made:
+        in a step that is watched bytes move, and others come to lie where they lay."""
+        begin = _begin(storage)
+        key = self._begins.get(begin, 0)
+        if not begin or not self._is_there(key):
+            return False
+        made: torch.UntypedStorage | None = cast(Any, torch.UntypedStorage)._new_with_weak_ptr(self._made[key][0].cdata)
+        return made is not None and _begin(made) == begin
 
     def left(self, result: Any) -> Bytes:
         """Storages that were made since the run began and are there now, without those of the result: the difference
