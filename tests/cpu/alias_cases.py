@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import io
 from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any
@@ -41,6 +42,16 @@ ALIASES: dict[str, Callable[[Tensor], Any]] = {
     "view as another type": lambda t: t.view(torch.int32),
 }
 MOMENTS = ("before the session", "in a step", "between steps")
+KINDS = ("parameter", "tensor", "loaded parameter", "loaded tensor")
+
+
+def loaded(tensor: Tensor) -> Tensor:
+    """The same from a file: `torch.load` makes storages that cannot be resized."""
+    file = io.BytesIO()
+    torch.save(tensor, file)
+    file.seek(0)
+    again: Tensor = torch.load(file)
+    return again
 
 
 def content(alias: Any) -> bytes:
@@ -60,10 +71,12 @@ def write(alias: Any) -> None:
         alias.fill(1) if isinstance(alias, numpy.ndarray) else alias.fill_(1)
 
 
-def ran(make: Callable[[Tensor], Any], moment: str, *, parameter: bool, managed: bool) -> list[Any]:
+def ran(make: Callable[[Tensor], Any], moment: str, kind: str, *, managed: bool) -> list[Any]:
     """All that was read on the way, from the tensor and from its alias."""
     torch.manual_seed(0)
-    t = nn.Parameter(torch.randn(SIDE, SIDE)) if parameter else torch.randn(SIDE, SIDE)
+    t, parameter = torch.randn(SIDE, SIDE), "parameter" in kind
+    t = loaded(t) if "loaded" in kind else t
+    t = nn.Parameter(t) if parameter else t
     found: list[Any] = []
     alias = make(t.detach() if parameter else t) if moment == MOMENTS[0] else None
     model = nn.ParameterList([t]) if parameter else nn.Linear(2, 2)
@@ -117,9 +130,9 @@ def ran(make: Callable[[Tensor], Any], moment: str, *, parameter: bool, managed:
 
 
 def main() -> None:
-    for name, moment, parameter in product(ALIASES, MOMENTS, (True, False)):
-        plain, managed = (ran(ALIASES[name], moment, parameter=parameter, managed=managed) for managed in (False, True))
-        print(name, moment, parameter, plain == managed, flush=True)
+    for name, moment, kind in product(ALIASES, MOMENTS, KINDS):
+        plain, managed = (ran(ALIASES[name], moment, kind, managed=managed) for managed in (False, True))
+        print(name, moment, kind, plain == managed, flush=True)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
 from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import spillway
-from tests.cpu.alias_cases import ALIASES, MOMENTS
+from tests.cpu.alias_cases import ALIASES, KINDS, MOMENTS, loaded
 from tests.cpu.another_process import run_python
 from tests.cpu.pressure import PLENTY, Move, is_moved, put_away
 
@@ -23,7 +24,7 @@ SIDE = 64
 
 def test_every_alias_sees_what_it_sees_without_a_session_whenever_it_was_taken() -> None:
     done = run_python("from tests.cpu.alias_cases import main; main()")
-    every = product(ALIASES, MOMENTS, (True, False))
+    every = product(ALIASES, MOMENTS, KINDS)
     assert done.stdout.splitlines() == [" ".join(map(str, (*case, True))) for case in every], done.stderr
 
 
@@ -108,6 +109,56 @@ def test_a_tensor_met_in_a_step_whose_bytes_a_capsule_holds_stays() -> None:
         array.fill(2)
         with memory.step():
             assert (table == 2).all()
+
+
+def resumed(*, assign: bool) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    """A network and an optimizer as they come from a file, and what was read from it."""
+    net, optimizer = network()
+    train(net, optimizer, torch.ones(SIDE, SIDE))
+    read = loaded([net.state_dict(), optimizer.state_dict()])
+    net, _ = network()
+    net.load_state_dict(read[0], assign=assign)
+    optimizer = torch.optim.AdamW(net.parameters())
+    optimizer.load_state_dict(read[1])
+    return net, optimizer, read
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_what_was_loaded_from_a_file_can_leave(assign: bool) -> None:
+    if os.environ.get("SPILLWAY_NATIVE") == "0":
+        pytest.skip("without the native part nobody knows whose memory it is")
+    net, optimizer, read = resumed(assign=assign)
+    batch = torch.ones(SIDE, SIDE)
+    with spillway.manage(net, optimizer, budget=PLENTY, method="lru") as memory:
+        for later in (False, True):
+            if later:
+                read = loaded(optimizer.state_dict())
+                optimizer.load_state_dict(read)
+            with memory.step(batch):
+                train(net, optimizer, batch)
+                for name in ("exp_avg", "exp_avg_sq"):
+                    assert put_away(memory, optimizer.state[net[0].weight][name], Move)  # type: ignore[index]
+                assert put_away(memory, net[0].weight, Move)  # type: ignore[arg-type, index]
+        assert [report.escaped for report in memory.history] == [0, 0]
+    moment = optimizer.state[net[0].weight]["exp_avg"]  # type: ignore[index]
+    assert moment.untyped_storage().resizable()
+    assert moment.resize_(4 * SIDE, SIDE).shape == (4 * SIDE, SIDE)
+
+
+@pytest.mark.parametrize("of", [lambda t: t, lambda t: t[3:], lambda t: t.view(torch.int32), lambda t: t.detach()])
+def test_what_was_loaded_and_is_shown_by_an_array_stays(of: Callable[[Tensor], Tensor]) -> None:
+    net, optimizer, read = resumed(assign=True)
+    array = of(read[1]["state"][0]["exp_avg"]).numpy()
+    batch = torch.ones(SIDE, SIDE)
+    with spillway.manage(net, optimizer, budget=PLENTY, method="lru") as memory:
+        for _ in range(2):
+            with memory.step(batch):
+                train(net, optimizer, batch)
+                moment = optimizer.state[net[0].weight]["exp_avg"]  # type: ignore[index]
+                assert not put_away(memory, moment, Move)
+                assert put_away(memory, optimizer.state[net[2].weight]["exp_avg"], Move)  # type: ignore[index]
+            assert (array == of(moment).numpy()).all()
+        assert memory.history[0].escaped == 1
 
 
 def test_a_second_session_finds_who_holds_what_anew() -> None:

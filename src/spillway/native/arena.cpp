@@ -1067,6 +1067,16 @@ void spillway_arena_guard(int place, std::int64_t most, OpMemory* lender) {
   arena().guard(place, most, lender);
 }
 int spillway_arena_owns(const void* address) { return arena().owns(address) ? 1 : 0; }
+// Whether it is as `torch.load` leaves it: memory of torch's own, which no allocator is named for, of a fixed size.
+int spillway_arena_is_loaded(const c10::StorageImpl* storage) {
+  const c10::DeleterFnPtr deleter = storage->data_ptr().get_deleter();
+  return !storage->resizable() && storage->allocator() == nullptr &&
+         (deleter == c10::GetDefaultCPUAllocator()->raw_deleter() || deleter == spillway_arena_allocator()->raw_deleter());
+}
+void spillway_arena_make_resizable(c10::StorageImpl* storage) {
+  storage->set_allocator(c10::GetCPUAllocator());
+  storage->set_resizable(true);
+}
 
 OpMemory* spillway_op_memory(const char* directory, OpMemory::AskForRoom ask) {
   return new OpMemory(directory, ask);  // rule 5

@@ -67,7 +67,8 @@ def _opened() -> ctypes.CDLL:
     library = load()
     library.spillway_arena_reserve.argtypes = library.spillway_arena_trim.argtypes = [ctypes.c_size_t]
     library.spillway_arena_allocator.restype = ctypes.c_void_p
-    library.spillway_arena_owns.argtypes = [ctypes.c_void_p]
+    for name in ("owns", "is_loaded", "make_resizable"):
+        getattr(library, f"spillway_arena_{name}").argtypes = [ctypes.c_void_p]
     library.spillway_arena_trace.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
     library.spillway_arena_forget.argtypes = [ctypes.c_int, ctypes.c_size_t]
     library.spillway_arena_since.argtypes = [ctypes.c_int, ctypes.c_void_p]
@@ -146,6 +147,14 @@ class Arena:
     def owns(self, address: int) -> bool:
         """Whether memory at this address is the arena's."""
         return bool(self._library.spillway_arena_owns(address))
+
+    def is_loaded(self, storage: torch.UntypedStorage) -> bool:
+        """Whether it is as `torch.load` makes them: it cannot be resized, although its memory is torch's own."""
+        return bool(self._library.spillway_arena_is_loaded(storage._cdata))
+
+    def make_resizable(self, storage: torch.UntypedStorage) -> None:
+        """One that is loaded is like any other from here on."""
+        self._library.spillway_arena_make_resizable(storage._cdata)
 
     def release(self) -> None:
         """After the last one, tensors are born where torch puts them, and free pages go back. Called again, it does

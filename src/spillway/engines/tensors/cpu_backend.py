@@ -18,6 +18,7 @@ from spillway.engines.tensors.bindings import Binding, quickest_call
 from spillway.engines.tensors.cpu_machine import CpuMachine
 from spillway.engines.tensors.ops import OpInfo
 from spillway.engines.tensors.reserve import Workspaces
+from spillway.engines.tensors.torch_patches import without_arrays
 from spillway.errors import SpillError
 from spillway.internals.machine_memory import usable_memory
 from spillway.internals.private import storage_of
@@ -153,6 +154,15 @@ class CpuBackend(AbstractBackend):
             if lent:
                 room -= nbytes
                 self._machine.bring_into_memory([tensor], lambda _: None)
+
+    def take_loaded(self, tensors: Iterable[torch.Tensor]) -> None:
+        """What `torch.load` made leaves like anything else, unless an array of NumPy shows it (rule 10)."""
+        arena = self._arena
+        if arena is None:
+            return
+        loaded = [tensor for tensor in tensors if arena.is_loaded(storage_of(tensor))]
+        for tensor in without_arrays(loaded) if loaded else ():
+            arena.make_resizable(storage_of(tensor))
 
     def follow(self) -> None:
         """One thing comes after the other anyway."""

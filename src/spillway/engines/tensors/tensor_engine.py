@@ -208,7 +208,10 @@ class TensorEngine(AbstractTensorEngine):
         for tensor in held_elsewhere(newcomers, named, running=self.in_step):
             self.table[_address(tensor)].escaped = True
         if self.machine.readable_in_place:
-            self._leave_alone_what_overlaps([self.table[_address(tensor)] for tensor in newcomers])
+            found = [(one, self.table[_address(one)]) for one in newcomers]
+            # Batches may be loaded anew in every step, and who shows them takes a look at all objects.
+            self._on_cpu.take_loaded([one for one, it in found if not it.escaped and it.kind is not Kind.INPUT])
+            self._leave_alone_what_overlaps([it for _, it in found])
 
     def _leave_alone_what_overlaps(self, newcomers: Sequence[Storage]) -> None:
         """Memory that is not torch's own (which cannot be resized, and stays) may be that of another storage."""
@@ -642,7 +645,13 @@ class TensorEngine(AbstractTensorEngine):
         return storage.kind is Kind.INPUT and storage not in self.inputs
 
     def label(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        tensors, known = list(tensors), self.table.get
+        tensors = list(tensors)
+        self._label(tensors)
+        if self._newcomers:
+            self._leave_alone_what_others_hold(tensors)
+
+    def _label(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        known = self.table.get
         for kind, tensor in tensors:
             try:
                 storage = known(_address(tensor)) or self.adopt(tensor)
@@ -652,8 +661,6 @@ class TensorEngine(AbstractTensorEngine):
                 storage.kind = kind
                 if kind is Kind.INPUT:
                     self.inputs.add(storage)
-        if self._newcomers:
-            self._leave_alone_what_others_hold(tensors)
 
     def end_step(self) -> None:
         """Stop watching; everything the user can reach is right and readable (rules 11 and 12). Does nothing where no
@@ -710,10 +717,10 @@ class TensorEngine(AbstractTensorEngine):
             if storage.value is not None and self.check_size(storage):
                 meter.adopt((storage.key,))
         new = self._dispatch.uncounted(models, optimizers, meter.asked)
-        for tensor in [tensor for _, tensor in named()] if new is None else new:
-            key = _address_or_none(tensor)
+        keys = {_address_or_none(one): one for one in ([one for _, one in named()] if new is None else new)}
+        for key in keys:
             if key != NO_ADDRESS and key not in self.table and not meter.knows(key):
-                self.adopt(tensor)
+                self.adopt(keys[key])
         if self._newcomers:
             self._leave_alone_what_others_hold(list(named()))
 

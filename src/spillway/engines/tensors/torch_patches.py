@@ -14,8 +14,10 @@ import contextlib
 import functools
 import gc
 import os
+import sys
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, cast, final
 
@@ -324,6 +326,28 @@ def held_elsewhere(
                 sharing.get(storage_address(one), []).append(one)
         suspects = [tensor for tensor in suspects if not explained(tensor, sharing[storage_address(tensor)])]
     return suspects
+
+
+def without_arrays(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Those whose bytes no array of NumPy shows. It holds a tensor of that storage, and the garbage collector does not
+    know of it; whoever else holds one unknown to it, such as a variable of a function that runs, is taken for an array.
+    """
+    places = {storage_address(tensor) for tensor in tensors}
+    # Only this list refers to the first: what else is counted there is how this is counted.
+    sharing = [torch.empty(0), *(one for one in tensors_of_python() if _lies_in(places, one))]
+    known = _references_to({id(one) for one in sharing})
+    usual, *unknown = [sys.getrefcount(one) - known[id(one)] for one in sharing]
+    shown = {storage_address(one) for one, count in zip(sharing[1:], unknown, strict=True) if count > usual}
+    return [tensor for tensor in tensors if storage_address(tensor) not in shown]
+
+
+def _lies_in(places: set[int], tensor: torch.Tensor) -> bool:
+    return torch._C._has_storage(tensor) and storage_address(tensor) in places
+
+
+def _references_to(ids: set[int]) -> Counter[int]:
+    """How often each is referred to by what the garbage collector knows."""
+    return Counter(id(one) for holder in gc.get_objects() for one in gc.get_referents(holder) if id(one) in ids)
 
 
 def tensors_of_python() -> list[torch.Tensor]:
