@@ -14,7 +14,7 @@ from spillway.ir.block_calls import BlockCall, block_calls
 from spillway.ir.lives import lives_of
 from spillway.ir.verify import Rule
 from spillway.simulation.simulated_engine import simulate
-from tests.pure.block_steps import FORWARD, UNIT, Named, backward, block, block_names, blocks_step
+from tests.pure.block_steps import BACKWARD, FORWARD, UNIT, Named, backward, block, block_names, blocks_step
 from tests.pure.recorded import layers
 
 DEVICE = device_of("a100")
@@ -112,6 +112,29 @@ def test_in_a_replay_no_op_runs_twice_and_its_bytes_are_as_the_plan_says(steps: 
         assert done.recomputed_ops == 4 * len(chosen)
         assert done.recomputed_seconds == pytest.approx(4e-3 * len(chosen))
         assert done.peak_bytes <= plan.projected < step.plain_peak()
+
+
+def test_what_a_replay_will_hold_counts_from_when_it_would_die() -> None:
+    # The gap of what the first op makes holds, for the replay of all, what the block makes in its middle and once only.
+    recorder, done = Named(), []
+    (x,) = (recorder.source(UNIT, Kind.INPUT),)
+    for name in ("layers.0", "layers.1"):
+        (one,) = recorder.run(f"{name}.first", FORWARD, [x], [UNIT])
+        (large,) = recorder.run(f"{name}.second", FORWARD, [one], [16 * UNIT])
+        (small,) = recorder.run(f"{name}.third", FORWARD, [large], [64])
+        (mask,) = recorder.run(f"{name}.mask", FORWARD, [], [8 * UNIT], replayable=False)
+        (other,) = recorder.run(f"{name}.last", FORWARD, [x, mask], [UNIT])
+        (result,) = recorder.run(name, FORWARD, [other, small], [UNIT])
+        done.append((name, [x, one, other]))
+        x = result
+    (loss,) = recorder.run("", FORWARD, [x], [64])
+    for name, kept in reversed(done):
+        recorder.run(name, BACKWARD, [loss, *kept], [UNIT], kind=Kind.GRADIENT)
+    step = recorder.finished()
+    calls = block_calls(step)
+    assert [(gap.start, gap.home.held) for gap in calls[0].gaps] == [(2, (4,)), (6, (4,))]  # type: ignore[union-attr]
+    plan = plan_of(step, *calls)
+    verify(plan, step, plan.allowed)
 
 
 def test_gaps_of_one_recipe_that_end_apart_come_back_apart() -> None:

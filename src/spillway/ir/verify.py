@@ -131,9 +131,7 @@ def _dies(storage: StorageInfo, step: Step) -> int:
 def _comes_back(gap: Gap, step: Step, life: _Life) -> bool:
     if gap.end in life.reads:
         return True
-    if gap.end == len(step.ops):
-        return isinstance(gap.home, Recompute) and gap.end < life.ends
-    return gap.end < life.ends
+    return gap.end < life.ends and (gap.end < len(step.ops) or isinstance(gap.home, Recompute))
 
 
 def _gone_before(op: int, gap: Gap, step: Step, life: _Life) -> bool:
@@ -210,7 +208,9 @@ def _check_replays(replays: list[_Replay], plan: Plan, step: Step, life: list[_L
     absent, holds = _by_value(plan, life)
     for replay in replays:
         for leaf in sorted(replay.leaves):
-            _check_leaf(leaf, replay, absent[leaf], holds[leaf], step, life[leaf])
+            if trouble := _trouble(leaf, replay, absent[leaf], holds[leaf], step, life[leaf]):
+                reason = f"{replay.gap}: at the replay before op {replay.gap.end}, {step.values[leaf]} {trouble}"
+                raise PlanRejected(reason, rule=Rule.MISSING_LEAF)
     together: dict[tuple[int, tuple[int, ...]], list[_Replay]] = defaultdict(list)
     for replay in replays:
         together[replay.gap.end, replay.recipe.ops].append(replay)
@@ -275,15 +275,6 @@ def _by_value(plan: Plan, life: list[_Life]) -> tuple[dict[ValueId, list[Gap]], 
             else:
                 holds[leaf].append((gap.start, gap.end))
     return absent, holds
-
-
-def _check_leaf(
-    leaf: ValueId, replay: _Replay, absent: list[Gap], holds: list[tuple[int, int]], step: Step, life: _Life
-) -> None:
-    trouble = _trouble(leaf, replay, absent, holds, step, life)
-    if trouble:
-        reason = f"{replay.gap}: at the replay before op {replay.gap.end}, {step.values[leaf]} {trouble}"
-        raise PlanRejected(reason, rule=Rule.MISSING_LEAF)
 
 
 def _trouble(
@@ -401,8 +392,10 @@ def _sums(
     A gap is open for `still` moments beyond its end.
     """
     held = [
-        (gap.start, gap.end + still, step.values[value].storage) for gap in plan.gaps for value in _held(gap)
-    ]  # fmt: skip
+        (max(gap.start, _dies(storage, step)), gap.end + still, storage.id)
+        for gap in plan.gaps
+        for storage in (step.storages[step.values[value].storage] for value in _held(gap))
+    ]
     counts: tuple[dict[StorageId, int], ...] = ({}, {}, {})
     changes: list[list[tuple[dict[StorageId, int], StorageId, int]]] = [[] for _ in range(moments + 1)]
     for count, intervals in zip(counts, (exists, absent, held), strict=True):
@@ -413,7 +406,7 @@ def _sums(
 
     def resident(storage: StorageId) -> Bytes:
         there, gone, kept = (bool(count.get(storage, 0)) for count in counts)
-        return step.storages[storage].nbytes * ((there and not gone) or (kept and not there))
+        return step.storages[storage].nbytes * ((there and not gone) or kept)
 
     total = 0
     for moment in range(moments):
