@@ -172,6 +172,18 @@ def test_a_name_that_nobody_gave_is_refused_by_its_line(line: int, name: str) ->
         step_of_log(read_dtr_log(log_of(records)))
 
 
+def test_a_log_with_a_name_that_nobody_gave_is_refused_by_its_path(tmp_path: Path) -> None:
+    (tmp_path / "some.log").write_bytes(log_of([*LOG, {"INSTRUCTION": "RELEASE", "NAME": "nobody"}]))
+    with pytest.raises(FileFormatError) as caught:
+        load_step(tmp_path / "some.log")
+    assert (caught.value.path, caught.value.line) == (tmp_path / "some.log", len(LOG) + 1)
+
+
+def test_a_name_that_is_given_to_its_own_tensor_stays() -> None:
+    records = [*LOG[:16], {"INSTRUCTION": "COPY_FROM", "SRC": "y", "DST": "y"}, *LOG[16:19]]
+    assert step_of_log(read_dtr_log(log_of(records))) == step_of_log(read_dtr_log(log_of(LOG[:19])))
+
+
 def test_a_step_is_loaded_from_whatever_holds_one(tmp_path: Path) -> None:
     (tmp_path / "some.log").write_bytes(log_of(LOG))
     with ZipFile(tmp_path / "logs.zip", "w") as archive:

@@ -200,6 +200,15 @@ def test_a_file_is_closed_even_if_the_disk_stays_full(tmp_path: Path) -> None:
     assert read_run(tmp_path / "run.jsonl").steps == []
 
 
+def test_a_file_that_cannot_be_begun_is_the_systems_error_and_is_closed(tmp_path: Path) -> None:
+    with largest_file(10), pytest.raises(OSError, match="File too large") as caught:
+        RunWriter(tmp_path / "run.jsonl", HEADER)
+    assert caught.value.strerror == "File too large"
+    assert str(tmp_path / "run.jsonl") not in {
+        os.path.realpath(f"/proc/self/fd/{one}") for one in os.listdir("/proc/self/fd")
+    }
+
+
 def test_an_incomplete_last_line_is_dropped_and_counted(tmp_path: Path) -> None:
     content = written(tmp_path / "run.jsonl")
     (tmp_path / "run.jsonl").write_bytes(content[:-20])

@@ -29,7 +29,7 @@ from typing import Annotated, Any, BinaryIO, Final, TypeAlias, cast, final
 from zipfile import BadZipFile, ZipFile
 
 from spillway.errors import FileFormatError
-from spillway.ir.reading import WHOLE, at_most, content_of, document, opened, read_value, shown
+from spillway.ir.reading import WHOLE, at_most, content_of, document, fault_in, opened, read_value, shown
 from spillway.ir.step import Op, Phase, Step, StorageInfo, Value, ValueId
 from spillway.ir.timeline import Kind
 from spillway.units import Bytes, Within
@@ -176,10 +176,8 @@ def _folded(path: str, text: bytes) -> Iterator[Instruction]:
     """Yield whole instructions: each call with its results, each constant with its bytes."""
     lines = _records(path, text)
     for number, record in lines:
-        try:
+        with fault_in(path, number):
             whole = _instruction(number, record)
-        except ValueError as error:
-            raise FileFormatError(str(error), path=path, line=number) from None
         if isinstance(whole, Constant):
             yield replace(whole, nbytes=_follow(path, lines, number, "MEMORY", whole.name))
         elif isinstance(whole, Call):
@@ -202,10 +200,8 @@ def _follow(path: str, lines: Iterator[tuple[int, dict[str, Any]]], line: int, f
     """The number in the line that has to come next: the `MEMORY` or the `ALIAS` of that tensor."""
     number, record = next(lines, (line, None))
     if record is not None and (record["INSTRUCTION"], record.get("NAME")) == (field, name):
-        try:
+        with fault_in(path, number):
             return _number(record, field, -1 if field == "ALIAS" else 0)
-        except ValueError as error:
-            raise FileFormatError(str(error), path=path, line=number) from None
     raise FileFormatError(f"the {field} of {name}, named in line {line}, has to stand here", path=path, line=number)
 
 
@@ -270,7 +266,7 @@ SEEDED: Final = ("dropout", "droupout", "bernoulli", "normal_", "uniform_", "ran
 """What the names of operators that draw random numbers contain; `_fused_droupout_` is spelt so in the logs."""
 
 
-def step_of_log(instructions: Iterable[Instruction]) -> Step:
+def step_of_log(instructions: Iterable[Instruction], path: str | PathLike[str] = "the log") -> Step:
     """The step that a log tells of.
 
     Every `CALL` and every `MUTATE` is an op, views included, because the log has their time. A result that aliases an
@@ -282,9 +278,9 @@ def step_of_log(instructions: Iterable[Instruction]) -> Step:
     parameter, any other before the first op is an input; what the backward makes and leaves behind is a gradient; what
     the forward makes and the backward uses is an activation.
 
-    Raises FileFormatError for names that nobody gave.
+    Raises FileFormatError with `path` and line for names that nobody gave.
     """
-    reader = _StepReader()
+    reader = _StepReader(path)
     for instruction in instructions:
         reader.read(instruction)
     return reader.step()
@@ -316,7 +312,8 @@ class _Bytes:
 class _StepReader:
     """Carries the instructions out on paper."""
 
-    def __init__(self) -> None:
+    def __init__(self, path: str | PathLike[str]) -> None:
+        self._path = path
         self._names: dict[str, _Bytes] = {}
         self._storages: list[_Bytes] = []
         self._values: list[Value] = []
@@ -340,8 +337,9 @@ class _StepReader:
                 self._name(instruction.destination, source)
             case CopyFrom():
                 source = self._given(instruction.line, (instruction.source,))[0]
+                source.names += 1  # first, as both may be one name
                 self._release(instruction.line, instruction.destination)
-                self._name(instruction.destination, source)
+                self._names[instruction.destination] = source
             case Release():
                 self._release(instruction.line, instruction.name)
             case Annotate(text="BACKWARD"):
@@ -412,7 +410,7 @@ class _StepReader:
         try:
             return [self._names[name] for name in names]
         except KeyError as unknown:
-            raise FileFormatError(f"nothing has the name {unknown.args[0]}", path="the log", line=line) from None
+            raise FileFormatError(f"nothing has the name {unknown.args[0]}", path=self._path, line=line) from None
 
     def _reads(self, given: list[_Bytes]) -> tuple[ValueId, ...]:
         for one in given:

@@ -40,13 +40,15 @@ class RunWriter:
         reserved = header.keys() & RESERVED
         if reserved:
             raise ValueError(f"the header of a run file names its own {', '.join(sorted(reserved))}")
-        first = encoded({"format": FORMAT, "version": VERSION, **header})
-        self._checksum = 0
-        self._pending = b""
+        self._pending, self._checksum = seal(encoded({"format": FORMAT, "version": VERSION, **header}), 0)
         self._end = 0
         self._path = path
         self._file = FileIO(path, "w")
-        self._write(first)
+        try:
+            self._write_pending()
+        except BaseException:
+            self._file.close()
+            raise
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Add one record, `{"step": report.to_json()}`, or of a timeline or of blocks, and hand it to the system.
@@ -69,7 +71,7 @@ class RunWriter:
         if self._file.closed:
             return
         try:
-            self._write_pending()
+            self._write_or_tell()
         finally:
             self._file.close()
 
@@ -92,7 +94,7 @@ class RunWriter:
                     self._left_out(f"a record with which the {what} would be longer than {format_bytes(most)}")
                 )
         self._checksum, self._pending = checksum, self._pending + line
-        self._write_pending()
+        self._write_or_tell()
 
     def _left_out(self, what: str) -> str:
         return f"The run file {os.fspath(self._path)!r} leaves out what could not be read again: {what}."
@@ -100,10 +102,13 @@ class RunWriter:
     def _write_pending(self) -> None:
         # Every write names its offset, so one that was interrupted, or met a full disk half-way, is done again as it
         # was. A buffered file would forget the rest of a large line.
+        while self._pending:
+            written = os.pwrite(self._file.fileno(), self._pending, self._end)
+            self._end, self._pending = self._end + written, self._pending[written:]
+
+    def _write_or_tell(self) -> None:
         try:
-            while self._pending:
-                written = os.pwrite(self._file.fileno(), self._pending, self._end)
-                self._end, self._pending = self._end + written, self._pending[written:]
+            self._write_pending()
         except OSError as error:
             told = type(error)(
                 f"The run file {os.fspath(self._path)!r} cannot be written ({error.strerror}): what it lacks is "

@@ -23,6 +23,6 @@ def load_step(path: str | PathLike[str]) -> Recorded:
             log = b'"INSTRUCTION"' in file.readline(4096)
     if archived or log:
         name = text.rpartition(":")[2] if archived else Path(path).name
-        step = step_of_log(read_dtr_log(path))
+        step = step_of_log(read_dtr_log(path), path)
         return Recorded(step=step, workload=name.removesuffix(".log"), facts={"source": "an operator log of DTR"})
     return read_step(path)
