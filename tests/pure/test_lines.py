@@ -7,7 +7,7 @@ import pytest
 
 from spillway.pilots.decisions import DecisionPilot
 from spillway.pilots.lines import AHEAD, WIDEST, Follower
-from spillway.pilots.mlp import Floats
+from spillway.pilots.paths import Floats
 from spillway.pilots.program import Program
 from tests.pure.gated_network import GatedNetwork
 

@@ -45,9 +45,7 @@ def comes_back(gap: Gap, life: Life, ops: int) -> bool:
     """Whether the gap's value is wanted when the gap ends: it exists still, or is read as it is written over."""
     if gap.end in life.reads:
         return True
-    if gap.end == ops:
-        return isinstance(gap.home, Recompute) and gap.end < life.ends
-    return gap.end < life.ends
+    return gap.end < life.ends and (gap.end < ops or isinstance(gap.home, Recompute))
 
 
 def account(step: Step, gaps: Iterable[Gap], lives: Sequence[Life]) -> Account:

@@ -130,7 +130,7 @@ class _Modules:
         self._step = step
         self._running: set[str] = set()
         self._below: dict[str, dict[str, None]] = defaultdict(dict)
-        kept = {step.values[one.value].storage for one in kept_for_backward(step, list(lives), step.saved or None)}
+        kept = {step.values[one.value].storage for one in kept_for_backward(step, lives, step.saved or None)}
         used: dict[str, set[StorageId]] = defaultdict(set)
         for op in step.ops:
             if op.phase is not Phase.FORWARD:
@@ -233,13 +233,13 @@ def _calls(step: Step, modules: _Modules, names: Sequence[str]) -> dict[_Call, l
     """The forward ops of every call; what runs between two ops of one call is part of it, whosever it is."""
     owners: dict[int, _Call] = {}
     for name in names:
-        ops = modules.ops.get(name, [])
-        length = len(ops) // modules.calls(name) if ops else 1
+        ops = modules.ops[name]
+        length = len(ops) // modules.calls(name)
         owners.update((op, (name, place // length)) for place, op in enumerate(ops))
     calls: dict[_Call, list[int]] = defaultdict(list)
     between: list[int] = []
     before: _Call | None = None
-    for op in modules.ops.get("", []):
+    for op in modules.ops[""]:
         owner = owners.get(op)
         if owner is None:
             between.append(op)
@@ -260,7 +260,7 @@ def _dropped(
             for number in (*op.reads, *op.creates):
                 readers[step.values[number].storage].add(owners.get(op.number))
     found: dict[_Call, dict[ValueId, Kept]] = {call: {} for call in calls}
-    for kept in kept_for_backward(step, list(lives)):
+    for kept in kept_for_backward(step, lives):
         owner = owners.get(lives[kept.value].created)
         if owner is not None and readers[step.values[kept.value].storage] == {owner}:
             found[owner][kept.value] = kept

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import final
@@ -106,7 +106,7 @@ class Kept:
     """Its first use in the backward."""
 
 
-def kept_for_backward(step: Step, lives: list[Life], values: Iterable[ValueId] | None = None) -> list[Kept]:
+def kept_for_backward(step: Step, lives: Sequence[Life], values: Iterable[ValueId] | None = None) -> list[Kept]:
     """Activations that a forward op creates, and that a backward op reads after at least one op without them.
 
     Parameters, gradients, optimizer state and whatever is there before or after the step are not among them. With
@@ -126,5 +126,5 @@ def _kept(value: ValueId, step: Step, life: Life) -> Kept | None:
     needed = next((op for op in life.reads if step.ops[op].phase is not Phase.FORWARD), None)
     if needed is None:
         return None
-    last = max((op for op in life.uses if op < needed), default=life.created)
+    last = max(op for op in life.uses if op < needed)
     return Kept(value=value, last=last, needed=needed) if last + 1 < needed else None

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import gzip
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any, Final, final
@@ -55,9 +55,7 @@ def write_step(path: str | PathLike[str], recorded: Recorded) -> None:
     path = Path(path)
     content = sealed(_records(recorded))
     again = _read(path, enumerate(content.splitlines(keepends=True), start=1))
-    if again != Recorded(
-        step=recorded.step, workload=recorded.workload, size=recorded.size, facts=dict(recorded.facts)
-    ):
+    if again != replace(recorded, facts=dict(recorded.facts)):
         raise ValueError("the facts of a recorded step have to come back from JSON as they are")
     if path.suffix == ".gz":
         content = gzip.compress(content, mtime=0)
@@ -108,8 +106,7 @@ def _op_record(op: Op, names: list[str]) -> dict[str, Any]:
     )
     if op.seconds is not None:
         record["seconds"] = op.seconds
-    record |= _worth_saying({"flops": op.flops, "traffic": op.traffic, "seeded": op.seeded})
-    record |= _worth_saying({"shape": [*op.shape]})
+    record |= _worth_saying({"flops": op.flops, "traffic": op.traffic, "seeded": op.seeded, "shape": [*op.shape]})
     return record if op.replayable else record | {"replayable": False}
 
 
@@ -143,14 +140,13 @@ def _read(path: str | PathLike[str], lines: Iterator[tuple[int, bytes]]) -> Reco
     number, header = next(found)
     with fault_in(path, number):
         first = read_fields(_Header, stated(header), "first line")
-    rest = list(found)
-    records = [record for _, record in rest]
+    records = [record for _, record in found]
     expected = first.storages + first.ops + 1
     if len(records) != expected:
         reason = f"the file ends after {len(records)} of the {expected} lines that should follow the first"
         if len(records) > expected:
             reason = f"more lines follow than the {expected} that the first line announces"
-        raise FileFormatError(reason, path=Path(path), line=len(rest) + 1)
+        raise FileFormatError(reason, path=path, line=len(records) + 1)
     step = _step(path, records, first.storages)
     if (step.plain_peak(), step.digest()) != (first.plain_peak_bytes, first.digest):
         reason = "the step that follows is not the one that the first line announces"

@@ -35,8 +35,7 @@ class Course:
         program = self.program
         if self._version != program.version:
             self._version = program.version
-            known = program.rank[: len(program.part)].tolist()
-            self._places = list(zip(known, program.part.tolist(), strict=True))
+            self._places = list(zip(program.rank.tolist(), program.part.tolist(), strict=True))
         self._at = -1
         self.visits = []
         self.expect(Foresight(np.ones(program.decisions, np.float32)))

@@ -9,6 +9,7 @@ ATen runs in a step of today, so that `ADDED` is Spillway's. All other ops are t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -119,10 +120,7 @@ def folded(shape: tuple[int, ...]) -> tuple[int, int, int]:
             return rows, 0, 0
         case (rows, columns):
             return rows, columns, 0
-    leading = 1
-    for length in shape[:-2]:
-        leading *= length
-    return leading, shape[-2], shape[-1]
+    return prod(shape[:-2]), shape[-2], shape[-1]
 
 
 def nine_vectors(signatures: Sequence[OpSignature]) -> Floats:

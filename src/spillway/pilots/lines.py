@@ -14,7 +14,8 @@ from typing import Final, TypeAlias, final
 import numpy as np
 from numpy.typing import NDArray
 
-from spillway.pilots.mlp import Floats, sigmoid
+from spillway.pilots.mlp import sigmoid
+from spillway.pilots.paths import Floats
 from spillway.pilots.program import OPEN
 
 Places: TypeAlias = NDArray[np.intp]

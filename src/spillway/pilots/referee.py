@@ -155,9 +155,9 @@ class Referee:
         """Judge a step that ran, then have every pilot learn it. `seconds` [ops] is what each op of its path took."""
         self.program.follow()
         acting = self.acting
-        forward, ranks = self._forward(sample, seconds)
+        forward, places = self._forward(sample, seconds)
         demanded = stalls(forward, on_demand)
-        known = self._run(forward, ranks, [(0, self.program.uses_of(sample.path))])
+        known = _run(forward, places, [(0, self.program.uses_of(sample.path))])
         stalled = demanded
         bits = self.program.bits(sample.path) > 0.5
         self.record.on_demand_seconds += demanded
@@ -168,7 +168,7 @@ class Referee:
         for pilot in self.pilots:
             foreseen = self._foresights(pilot, sample)
             moments = [(at, foresight.uses(self.program)) for at, foresight in foreseen]
-            found = self._run(forward, ranks, moments)
+            found = _run(forward, places, moments)
             expected = foreseen[0][1].probabilities > 0.5
             wrong = int((np.pad(expected, (0, max(len(bits) - len(expected), 0)))[: len(bits)] != bits).sum())
             standing = self.standings[pilot.name]
@@ -198,8 +198,8 @@ class Referee:
                 found.append((op + 1, pilot.foresee(sample, asked)))
         return found
 
-    def _forward(self, sample: Sample, seconds: NDArray[np.float64]) -> tuple[Forward, list[int]]:
-        """The forward as a sequence of visits, and the rank and the op of each."""
+    def _forward(self, sample: Sample, seconds: NDArray[np.float64]) -> tuple[Forward, list[tuple[int, int]]]:
+        """The forward as a sequence of visits, and the op and the rank of each."""
         program = self.program
         if self._version != program.version:
             self._version = program.version
@@ -211,18 +211,20 @@ class Referee:
             visits=visits.groups, seconds=(clock[ends] - clock[list(visits.ops)]).tolist(), copying=self._copying,
             nbytes=program.nbytes, room=self.room,
         )  # fmt: skip
-        self._ops = visits.ops
-        return forward, list(program.uses_of(sample.path)[0])
+        return forward, list(zip(visits.ops, program.uses_of(sample.path)[0], strict=True))
 
-    def _run(self, forward: Forward, ranks: Sequence[int], moments: Sequence[tuple[int, Uses]]) -> Seconds:
-        """For how long the forward waits with what was foreseen at those ops."""
-        ops, at = self._ops, 0
 
-        def ahead(visit: int) -> Sequence[Group]:
-            nonlocal at
-            while at + 1 < len(moments) and moments[at + 1][0] <= ops[visit]:
-                at += 1
-            places, groups = moments[at][1]
-            return groups[bisect_left(places, ranks[visit]) :]
+def _run(forward: Forward, places: Sequence[tuple[int, int]], moments: Sequence[tuple[int, Uses]]) -> Seconds:
+    """For how long the forward waits with what was foreseen at those ops; `places` are the op and the rank of each
+    visit."""
+    at = 0
 
-        return stalls(forward, ahead)
+    def ahead(visit: int) -> Sequence[Group]:
+        nonlocal at
+        op, rank = places[visit]
+        while at + 1 < len(moments) and moments[at + 1][0] <= op:
+            at += 1
+        ranks, groups = moments[at][1]
+        return groups[bisect_left(ranks, rank) :]
+
+    return stalls(forward, ahead)
