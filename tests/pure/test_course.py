@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -9,7 +11,7 @@ from spillway.pilots.architecture import Architecture
 from spillway.pilots.course import Course
 from spillway.pilots.paths import BaseType, ParameterStorage, PathOp, Sample, Site
 from spillway.pilots.pilot import Foresight
-from spillway.pilots.program import Group, Program
+from spillway.pilots.program import OPEN, Group, Program
 from tests.pure.gated_network import GatedNetwork
 
 
@@ -116,3 +118,19 @@ def test_a_foresight_of_fewer_or_more_decisions_than_there_are_now_is_no_error(d
     course.expect(Foresight(np.zeros(decisions, np.float32)))
     follow(course, samples[0])
     assert [group for _, group in course.visits] == list(course.program.visits(samples[0].path).groups)
+
+
+def test_an_op_of_a_forward_that_was_given_up_changes_nothing_that_is_expected() -> None:
+    network = GatedNetwork(6)
+    network.samples(30)
+    given_up = network.architecture.op(PathOp(Site("given.up", 0, 0), "aten.relu.default", ()))
+    samples = network.samples(30)
+    program = Program(network.architecture)
+    course = Course(program)
+    course.begin()
+    course.expect(Foresight(np.zeros(program.decisions, np.float32)))
+    before = list(course.ahead())
+    course.passed(given_up, 0)
+    assert list(course.ahead()) == before
+    path = replace(samples[0].path, keys=np.array([given_up], np.int32))
+    assert (program.known_after(path, 1) == OPEN).all()

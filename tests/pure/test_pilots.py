@@ -13,7 +13,8 @@ import pytest
 from spillway.calibration.named_device import device_of
 from spillway.cli import main
 from spillway.errors import FileFormatError, UsageError
-from spillway.pilots import decisions
+from spillway.ir.sealed import sealed
+from spillway.pilots import decisions, pilot_files
 from spillway.pilots.decisions import EPOCHS, ROWS, DecisionPilot
 from spillway.pilots.lines import Follower
 from spillway.pilots.mlp import Mlp
@@ -22,10 +23,10 @@ from spillway.pilots.pilot_files import SavedPilot, read_pilot, renumbered, writ
 from spillway.pilots.prefetching import Forward, on_demand, stalls
 from spillway.pilots.program import OPEN, RUNS, SKIPPED, Program
 from spillway.pilots.referee import Referee, modelled_seconds
-from spillway.pilots.sample_files import RecordedSamples, write_samples
+from spillway.pilots.sample_files import RecordedSamples, text_of, write_samples
 from spillway.pilots.simple_pilots import Frequency, LastOfSize, Nearest, ProgramOrder
 from spillway.pilots.ten_vectors import BLOCKS, TEN, PublishedPilot, touches_of
-from tests.pure.gated_network import BYTES, GatedNetwork
+from tests.pure.gated_network import BYTES, WIDTH, GatedNetwork
 
 DEVICE = replace(device_of("rtx6000"), copy_seconds=0.0)
 COPY = 2 * BYTES / DEVICE.in_per_second
@@ -73,6 +74,11 @@ def test_a_step_goes_down_the_gradient(loss: str, rule: str) -> None:
         mlp._prepare()
         moved = mlp.learn(inputs, targets, counts, loss=loss, rule="sgd", rate=0.0)  # type: ignore[arg-type]
         assert (moved - base) / 1e-2 == pytest.approx(slope, abs=5e-3)
+
+
+def test_hidden_layers_begin_as_hidden_layers_however_wide_the_outputs_are() -> None:
+    narrow, wide = Mlp([8, 5, 5], seed=0), Mlp([8, 5, 6], seed=0)
+    np.testing.assert_array_equal(narrow.weights[0], wide.weights[0])
 
 
 def test_outputs_that_do_not_count_teach_nothing() -> None:
@@ -269,7 +275,51 @@ def test_a_nearest_that_has_forgotten_still_names_the_path_of_its_row() -> None:
     assert all(nearest.foresee(sample).path is sample.path for sample in samples[-512:])
 
 
+@pytest.mark.parametrize("kind", [Nearest, DecisionPilot])
+def test_a_step_of_which_nothing_can_be_told_spoils_no_other(kind: type[Nearest | DecisionPilot]) -> None:
+    network = GatedNetwork(4)
+    samples, program = network.samples(100), Program(network.architecture)
+    hidden = np.full_like(samples[40].hidden, np.nan)
+    samples[40] = replace(samples[40], embedding=np.full(WIDTH, np.inf, np.float32), hidden=hidden)
+    pilot = kind(program)
+    for sample in samples:
+        pilot.foresee(sample, 0)
+        pilot.foresee(sample, 1)
+        pilot.learn(sample)
+    for sample in samples[50:]:
+        foreseen = pilot.foresee(sample)
+        assert np.isfinite(foreseen.probabilities).all()
+        assert foreseen.path in (None, sample.path)
+
+
+def test_samples_that_were_asked_nothing_do_not_hide_that_others_were() -> None:
+    network = GatedNetwork(4)
+    samples = network.samples(40)
+    asked_nothing = replace(samples[-1], hidden=np.zeros((0, 0), np.float32), asked_at=np.zeros(0, np.int32))
+    pilot = DecisionPilot(Program(network.architecture), width=8)
+    pilot.fit([*samples[:-1], asked_nothing], epochs=1)
+    assert pilot.redirects
+    assert pilot.settings()["hidden"] == WIDTH
+
+
 # ---------------------------------------------------------------------- the published pilot
+
+
+def test_a_forward_without_ops_has_a_label_of_zeros() -> None:
+    network = GatedNetwork(3)
+    (sample,) = network.samples(1)
+    empty = replace(sample, path=network.architecture.path([], [0], []), signatures=np.zeros(0, np.int32))
+    pilot = PublishedPilot(Program(network.architecture), allowed=BYTES, width=16)
+    assert (pilot.label(empty) == 0).all()
+
+
+def test_the_published_pilot_refuses_samples_that_are_described_otherwise() -> None:
+    network = GatedNetwork(3)
+    samples = network.samples(8)
+    pilot = PublishedPilot(Program(network.architecture), allowed=BYTES, width=16)
+    pilot.fit(samples, epochs=1)
+    with pytest.raises(UsageError, match="has learned from 9 numbers a sample, and this one has 10"):
+        pilot.foresee(replace(samples[0], sizes=(1.0, 2.0)))
 
 
 def test_labels_sum_to_the_ops_of_the_path_and_are_found_again() -> None:
@@ -472,6 +522,27 @@ def test_a_pilot_that_is_damaged_anywhere_or_cut_is_refused_in_a_sentence(kind: 
         path.write_bytes(b"".join(lines[:count]))
         with pytest.raises(FileFormatError, match=r"p, line \d+: "):
             read_pilot(path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "array", "shape", "sentence"),
+    [
+        ("decisions", "mlp.layer0", [], "are not the layers of a perceptron"),
+        ("decisions", "mlp.layer1", [], "are not the layers of a perceptron"),
+        ("decisions", "calibration", [2], "logits cannot be divided by 0"),
+        ("published", "transformer.layer0", [], "are not the layers of a perceptron"),
+        ("published", "paths", [], "labels of 240 numbers are needed"),
+    ],
+)
+def test_arrays_that_are_none_of_a_pilot_are_refused_in_a_sentence(
+    kind: str, array: str, shape: list[int], sentence: str, tmp_path: Path
+) -> None:
+    records = list(pilot_files._records(trained(kind)[0]))
+    zeros = {"shape": shape, "content": text_of(np.zeros(shape, np.float32))}
+    changed = [record | zeros if record.get("array") == array else record for record in records]
+    (tmp_path / "p").write_bytes(sealed(changed))
+    with pytest.raises(FileFormatError, match=sentence):
+        read_pilot(tmp_path / "p")
 
 
 def test_a_pilot_of_another_network_or_a_newer_version_is_refused(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ class Architecture:
         self.paths: list[ResolvedPath] = []
         """By `ResolvedPath.number`."""
         self.part_of: list[int] = []
-        """The part of every op, by the op's number. Part 0 ran in every path."""
+        """The part of every op, by the op's number; -1 where no path has it yet. Part 0 ran in every path."""
         self.parts: list[set[int]] = [set()]
         """The ops of every part. Parts from 1 are decisions, `parts[d + 1]` the ops that decision `d` is about."""
         self.successors: dict[int, dict[int, None]] = {}
@@ -94,7 +94,7 @@ class Architecture:
         it was not seen before. Takes time in proportion to its ops, and adds at most one part for each part it meets.
         """
         arrays = [np.ascontiguousarray(given, dtype=np.int32) for given in (keys, starts, operands)]
-        identity = b"|".join(array.tobytes() for array in arrays[:2]) + b"|" + arrays[2].tobytes()
+        identity = b"|".join(array.tobytes() for array in arrays)
         found = self._path_numbers.get(identity)
         if found is None:
             for array in arrays:

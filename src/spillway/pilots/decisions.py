@@ -17,8 +17,8 @@ import numpy as np
 from spillway.errors import UsageError
 from spillway.pilots.lines import Follower, nats
 from spillway.pilots.mlp import Mlp, sigmoid
-from spillway.pilots.paths import Floats, Sample
-from spillway.pilots.pilot import AbstractPilot, Foresight
+from spillway.pilots.paths import Floats, Sample, finite
+from spillway.pilots.pilot import AbstractPilot, Foresight, other_numbers
 from spillway.pilots.program import OPEN, Program
 
 RING: Final = 256
@@ -109,11 +109,8 @@ class DecisionPilot(AbstractPilot):
             [sample.embedding, sizes, np.log1p(np.abs(sizes)), np.array(sample.structure, np.float32)]
         )
         if len(given) != self._given:
-            raise UsageError(
-                f"The decision pilot has learned from {self._given} numbers a sample, and this one has {len(given)}: "
-                f"describe batches as it knows them (Dynamism), or train another pilot."
-            )
-        return given
+            raise other_numbers("decision", self._given, len(given))
+        return finite(given)
 
     def _fill(self, row: Floats, step: _Step, asked: int) -> Floats | None:
         """What is known of a sample then: what is given; and of a network that hands numbers to the host whether it
@@ -128,7 +125,7 @@ class DecisionPilot(AbstractPilot):
         if not asked:
             return None
         row[end] = 1
-        row[end + 1 : end + 1 + self._hidden] = sample.hidden[asked - 1]
+        row[end + 1 : end + 1 + self._hidden] = finite(sample.hidden[asked - 1])
         known = self._known(sample, asked)
         both = min(len(known), len(resolved))
         np.copyto(resolved[:both], known[:both], where=known[:both] != OPEN)
@@ -187,7 +184,7 @@ class DecisionPilot(AbstractPilot):
         if len(self._order) != len(logits) or len(known) != len(logits):
             return logits
         at = slice(self._given + 1, self._given + 1 + self._hidden)
-        state = (sample.hidden[asked - 1] - self.mlp.mean[at]) * self.mlp.scale[at]
+        state = (finite(sample.hidden[asked - 1]) - self.mlp.mean[at]) * self.mlp.scale[at]
         return self.follower.redirect(logits, state, known, self._order)
 
     def _begin(self, sample: Sample) -> _Step:
@@ -220,7 +217,7 @@ class DecisionPilot(AbstractPilot):
         if not samples:
             return 0
         self.program.follow()
-        mlp = self._prepare(samples[-1])
+        mlp = self._prepare(next((one for one in samples if len(one.hidden)), samples[0]))
         blank = np.zeros(0, np.float32)
         mlp.standardize(self._rows([_Step(one, self._given_of(one), blank) for one in samples])[0])
         self._standardized = True
@@ -318,6 +315,8 @@ class DecisionPilot(AbstractPilot):
             raise ValueError(f"a pilot of {outputs} decisions cannot serve an architecture of {program.decisions}")
         if inner != (made.width, made.width):
             raise ValueError(f"the hidden layers are {inner} wide, and not {made.width}")
+        if not ends[0] > 0:
+            raise ValueError(f"logits cannot be divided by {ends[0]}")
         made.temperature, made.surprise = ends[0], float(ends[1])
         made._row = np.zeros(made.mlp.widths[0], np.float32)
         made._standardized = True

@@ -113,7 +113,7 @@ def max_fill(touches: Touches, most: Bytes, *, alone: Bytes | None = None) -> li
             )  # fmt: skip
         inside.update(new)
         filled += more
-    return [*cuts, touches.ops]
+    return [*cuts, touches.ops] if touches.ops else cuts
 
 
 def largest_op(touches: Touches) -> Bytes:
@@ -206,10 +206,10 @@ def _links(touches: Touches, places: Sequence[int], sets: _Sets, device: Device)
     out: _Pairs = {}
     lacking: _Pairs = {}
     for j in range(1, len(places) - 1):
-        behind = np.stack([sets[i, j][0] for i in before[j]]) if before[j] else np.zeros((0, len(nbytes)))
-        written = np.stack([sets[i, j][1] for i in before[j]]) if before[j] else behind
         if not after[j] or not before[j]:
             continue
+        behind = np.stack([sets[i, j][0] for i in before[j]])
+        written = np.stack([sets[i, j][1] for i in before[j]])
         ahead = np.stack([sets[j, k][0] for k in after[j]])
         old = nbytes * (touches.there | (first < places[j]))
         alive = nbytes * ((touches.until > touches.ops) | (last >= places[j]))

@@ -7,11 +7,10 @@ from itertools import pairwise
 from typing import Final, Literal, Self, TypeAlias, final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from spillway.errors import UsageError
+from spillway.pilots.paths import Floats
 
-Floats: TypeAlias = NDArray[np.float32]
 Loss: TypeAlias = Literal["squares", "logits"]
 """Half the mean square, or the mean cross-entropy of a sigmoid; over the outputs that count."""
 Rule: TypeAlias = Literal["sgd", "adam"]
@@ -34,8 +33,8 @@ class Mlp:
         random = np.random.default_rng(seed)
         self.weights: list[Floats] = []
         """A matrix a layer, [in + 1, out]; the last row is the bias."""
-        for fan_in, fan_out in pairwise(widths):
-            bound = (6 / fan_in) ** 0.5 if fan_out != widths[-1] else (1 / fan_in) ** 0.5
+        for layer, (fan_in, fan_out) in enumerate(pairwise(widths)):
+            bound = (6 / fan_in) ** 0.5 if layer < len(widths) - 2 else (1 / fan_in) ** 0.5
             matrix = random.uniform(-bound, bound, (fan_in + 1, fan_out)).astype(np.float32)
             matrix[-1] = 0
             self.weights.append(matrix)
@@ -129,14 +128,14 @@ class Mlp:
     def widen(self, features: int, outputs: int) -> None:
         """Take more features, which count 0 at first, and give more outputs, which are 0 at first."""
         widths = self.widths
-        first, last = self.weights[0], self.weights[-1]
         if features > widths[0]:
+            first = self.weights[0]
             rows = np.zeros((features - widths[0], first.shape[1]), np.float32)
             self.weights[0] = np.concatenate([first[:-1], rows, first[-1:]])
             self.mean = np.concatenate([self.mean, np.zeros(features - widths[0], np.float32)])
             self.scale = np.concatenate([self.scale, np.ones(features - widths[0], np.float32)])
-            last = self.weights[-1]
         if outputs > widths[-1]:
+            last = self.weights[-1]
             columns = np.zeros((len(last), outputs - widths[-1]), np.float32)
             self.weights[-1] = np.concatenate([last, columns], axis=1)
         self._prepare()
@@ -154,9 +153,9 @@ class Mlp:
             weights.append(arrays[f"{name}.layer{len(weights)}"])
         ends = [arrays.get(f"{name}.{what}") for what in ("mean", "scale")]
         shapes = [matrix.shape for matrix in weights]
-        chained = all(before[-1] + 1 == after[0] for before, after in pairwise(shapes))
-        flat = [one is not None and bool(shapes) and one.shape == (shapes[0][0] - 1,) for one in ends]
-        if not (shapes and all(len(shape) == 2 and min(shape) > 0 for shape in shapes) and chained and all(flat)):
+        layers = bool(shapes) and all(len(shape) == 2 and min(shape) > 0 for shape in shapes)
+        chained = layers and all(before[1] + 1 == after[0] for before, after in pairwise(shapes))
+        if not chained or any(one is None or one.shape != (shapes[0][0] - 1,) for one in ends):
             raise ValueError(f"the arrays {name!r} are not the layers of a perceptron: their shapes are {shapes}")
         made = cls([shapes[0][0] - 1, *(shape[1] for shape in shapes)])
         made.weights = [np.array(matrix, np.float32) for matrix in weights]

@@ -8,6 +8,7 @@ from typing import Self, final
 
 import numpy as np
 
+from spillway.errors import UsageError
 from spillway.pilots.paths import Floats, ResolvedPath, Sample
 from spillway.pilots.program import Program, Uses
 
@@ -30,6 +31,14 @@ class Foresight:
     def uses(self, program: Program) -> Uses:
         """The groups of parameters that will be used, in the order of their use."""
         return program.uses_where(self.probabilities) if self.path is None else program.uses_of(self.path)
+
+
+def other_numbers(pilot: str, learned: int, given: int) -> UsageError:
+    """What a pilot says of a sample that has more or fewer numbers than those that it has learned."""
+    return UsageError(
+        f"The {pilot} pilot has learned from {learned} numbers a sample, and this one has {given}: describe batches as "
+        f"it knows them (Dynamism), or train another pilot."
+    )
 
 
 class AbstractPilot(ABC):

@@ -65,12 +65,12 @@ class Program:
         self.version += 1
         architecture = self.architecture
         self.order = order
-        self.rank = np.zeros(max(len(architecture.ops), 1), np.int32)
-        """[ops] Where each op stands in that order."""
+        self.rank = np.full(max(len(architecture.ops), 1), -1, np.int32)
+        """[ops] Where each op stands in that order; -1 of those that only forwards had which nobody has learned."""
         self.rank[order] = np.arange(len(order))
         self.part = np.zeros(max(len(architecture.ops), 1), np.int32)
-        """[ops] The part of each op."""
-        self.part[: len(architecture.part_of)] = architecture.part_of
+        """[ops] The part of each op; 0 of those."""
+        self.part[: len(architecture.part_of)] = np.maximum(architecture.part_of, 0)
         self.decisions = architecture.decisions
         """How many bits resolve a path."""
         self.first_rank = np.full(self.decisions + 1, len(order), np.int32)

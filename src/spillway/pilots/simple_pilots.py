@@ -8,7 +8,7 @@ from typing import Final, final
 
 import numpy as np
 
-from spillway.pilots.paths import Floats, ResolvedPath, Sample
+from spillway.pilots.paths import Floats, ResolvedPath, Sample, finite
 from spillway.pilots.pilot import AbstractPilot, Foresight
 from spillway.pilots.program import Program
 
@@ -123,7 +123,7 @@ class Nearest(AbstractPilot):
 
 
 def _features(sample: Sample) -> Floats:
-    return np.concatenate([np.array(sample.sizes, np.float32), sample.embedding])
+    return finite(np.concatenate([np.array(sample.sizes, np.float32), sample.embedding]))
 
 
 SIMPLE: Final = (ProgramOrder, LastOfSize, Frequency, Nearest)

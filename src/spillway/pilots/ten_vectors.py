@@ -28,8 +28,8 @@ from spillway.errors import UsageError
 from spillway.pilots.execution_blocks import Cuts, Touches, max_fill
 from spillway.pilots.idioms import nine_vectors
 from spillway.pilots.mlp import Mlp
-from spillway.pilots.paths import BaseType, Floats, ResolvedPath, Sample
-from spillway.pilots.pilot import AbstractPilot, Foresight
+from spillway.pilots.paths import BaseType, Floats, ResolvedPath, Sample, finite
+from spillway.pilots.pilot import AbstractPilot, Foresight, other_numbers
 from spillway.pilots.program import Program
 from spillway.units import Bytes
 
@@ -45,7 +45,7 @@ ROWS: Final = 64
 EPOCHS: Final = 40
 """Of `fit`; the paper does not say."""
 RECORDED: Final = 4096
-"""Labelled paths, and mispredictions, that are kept."""
+"""Labelled paths that are compared, and mispredictions, that are kept."""
 
 
 def touches_of(program: Program, sample: Sample) -> Touches:
@@ -78,7 +78,7 @@ def touches_of(program: Program, sample: Sample) -> Touches:
 def vectors_of(vectors: Floats, sample: Sample, cuts: Cuts) -> Floats:
     """[BLOCKS, 10] The label of a sample cut into blocks; `vectors` are the nine of every signature."""
     own = np.concatenate([np.ones((len(sample.path), 1), np.float32), vectors[sample.signatures]], axis=1)
-    sums = np.add.reduceat(own, np.array(cuts[:-1]), axis=0)
+    sums = np.add.reduceat(own, np.array(cuts[:-1], np.intp), axis=0)
     found = np.zeros((BLOCKS, TEN), np.float32)
     found[: len(sums)] = sums[:BLOCKS]
     found[-1] += sums[BLOCKS:].sum(axis=0)
@@ -135,10 +135,9 @@ class PublishedPilot(AbstractPilot):
     def know(self, label: Floats, path: ResolvedPath) -> None:
         """Add a labelled path to those that predictions are mapped to."""
         key = label.tobytes()
-        if key in self._exact or len(self._paths) >= RECORDED:
-            self._exact[key] = path
+        is_known, self._exact[key] = key in self._exact, path
+        if is_known or len(self._paths) >= RECORDED:
             return
-        self._exact[key] = path
         count = float(label[::TEN].sum())
         place = bisect_left(self._counts, count)
         self._counts.insert(place, count)
@@ -148,11 +147,15 @@ class PublishedPilot(AbstractPilot):
     # ------------------------------------------------------------------ foresight
 
     def foresee(self, sample: Sample, asked: int = 0) -> Foresight:
-        """The path that the predicted vectors are mapped to; nothing before it has learned."""
+        """The path that the predicted vectors are mapped to; nothing before it has learned. Raises UsageError for a
+        sample with more or fewer numbers than it has learned from."""
         mlp = self.mlps.get(sample.base)
         if mlp is None:
             return Foresight.of(self.program, None)
-        predicted = np.rint(mlp.one(self._features(sample)) * self._deviation + self._mean)
+        features, own = self._features(sample), len(self._afm)
+        if len(features) != mlp.widths[0]:
+            raise other_numbers("published", mlp.widths[0] - own, len(features) - own)
+        predicted = np.rint(mlp.one(features) * self._deviation + self._mean)
         path, key = self.mapped(predicted), predicted.tobytes()
         if self.cache and key in self._mispredicted:
             self.cached += 1
@@ -171,7 +174,7 @@ class PublishedPilot(AbstractPilot):
         return self._paths[first + int(np.einsum("ij,ij->i", away, away).argmin())]
 
     def _features(self, sample: Sample) -> Floats:
-        return np.concatenate([sample.embedding, sample.sizes, self._afm], dtype=np.float32, casting="unsafe")
+        return finite(np.concatenate([sample.embedding, sample.sizes, self._afm], dtype=np.float32, casting="unsafe"))
 
     # ------------------------------------------------------------------ learning
 
@@ -249,8 +252,8 @@ class PublishedPilot(AbstractPilot):
         made.mlps = {base: Mlp.of_arrays(base.value, arrays) for base in BaseType if f"{base.value}.layer0" in arrays}
         outputs, lacking = BLOCKS * TEN, np.zeros(0, np.float32)
         made._mean, made._deviation = arrays.get("mean", lacking), arrays.get("deviation", lacking)
-        made._afm, labels = arrays.get("afm", lacking), arrays.get("labels", lacking)
-        numbers, known = arrays.get("paths", lacking), program.architecture.paths
+        made._afm, labels = arrays.get("afm", lacking).ravel(), arrays.get("labels", lacking)
+        numbers, known = arrays.get("paths", lacking).ravel(), program.architecture.paths
         shapes = {made._mean.shape, made._deviation.shape, *((mlp.widths[-1],) for mlp in made.mlps.values())}
         if shapes != {(outputs,)} or not made.mlps or labels.shape != (len(numbers), outputs):
             raise ValueError(f"labels of {outputs} numbers are needed, and these arrays have {sorted(shapes)}")
