@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from spillway.calibration.named_device import device_of
 from spillway.errors import BudgetInfeasible
-from spillway.ir import Plan, Step, verify
+from spillway.ir import Kind, Plan, Step, verify
 from spillway.ir.account import account
 from spillway.ir.block_calls import block_calls
 from spillway.ir.lives import lives_of
@@ -23,7 +23,7 @@ from spillway.methods.mimose import Mimose, Options
 from spillway.methods.mimose.peaks import outside
 from spillway.methods.mimose.planner import Measured, MimosePlanner, gaps_of, measured, revoked
 from spillway.simulation.simulated_engine import simulate
-from tests.pure.block_steps import UNIT, blocks_step
+from tests.pure.block_steps import BACKWARD, FORWARD, UNIT, Named, block, blocks_step
 from tests.pure.moments import simulate as peak_of
 from tests.pure.recorded import layers
 
@@ -141,6 +141,23 @@ def test_the_budget_that_a_refusal_names_is_the_smallest_whose_own_plan_holds(mo
     verify(plan(planner, step, caught.value.smallest_budget), step, caught.value.smallest_budget)
     with pytest.raises(BudgetInfeasible):
         plan(planner, step, caught.value.smallest_budget - 1)
+
+
+@pytest.mark.parametrize("name", ["mimose", "mimose-published"])
+def test_blocks_that_come_back_before_the_same_op_are_planned(name: str) -> None:
+    recorder, kept = Named(), []
+    (x,) = recorder.run("embedding", FORWARD, [recorder.source(UNIT, Kind.PARAMETER)], [UNIT])
+    for number in range(3):
+        x, wanted = block(recorder, f"layers.{number}", x)
+        kept.append(wanted)
+    (gradient,) = recorder.run("", FORWARD, [x], [64])
+    (gradient,) = recorder.run("", BACKWARD, [gradient], [UNIT], kind=Kind.TEMPORARY)
+    (gradient,) = recorder.run("", BACKWARD, [gradient, *kept[2], *kept[1]], [UNIT], kind=Kind.TEMPORARY)
+    recorder.run("layers.0", BACKWARD, [gradient, *kept[0]], [UNIT], kind=Kind.GRADIENT)
+    step = recorder.finished()
+    assert [call.returns for call in block_calls(step)] == [19, 18, 18]
+    allowed = step.plain_peak() - 1
+    verify(plan(PLANNERS[name], step, allowed), step, allowed)
 
 
 def test_a_plan_that_was_too_hopeful_gives_up_blocks_until_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:

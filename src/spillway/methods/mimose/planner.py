@@ -57,7 +57,8 @@ def measured(
 def _measured(step: Step, part: MicroBatch, levels: Sequence[Bytes], size: InputSize) -> Measured:
     """The blocks of one micro-batch, as `peaks.Forecast` has them.
 
-    The backward of a block are the ops from the one before which it is recomputed to the one before which the next is.
+    The backward of a block are the ops from the one before which it is recomputed to the one before which the next is,
+    at least that one op.
     What is used there beside its own bytes and the gradients so far, less the least of that in any block, is what the
     block works with, or what it needs more while it runs forward and is kept; the rest is the step's. The turn is
     looked at where no block runs: while one does, its own bytes are there.
@@ -75,7 +76,7 @@ def _measured(step: Step, part: MicroBatch, levels: Sequence[Bytes], size: Input
             if storage.kind is Kind.GRADIENT and begin <= storage.alive_from < end
         )
         so_far[block] = sum(gradients.values())
-        beside[block] = max(levels[begin:end]) - start - so_far[block] - part.calls[block].nbytes
+        beside[block] = max(levels[begin : max(end, begin + 1)]) - start - so_far[block] - part.calls[block].nbytes
     rest = max(min(beside.values()), 0)
     blocks = tuple(
         BlockSample(
