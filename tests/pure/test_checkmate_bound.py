@@ -23,6 +23,7 @@ from spillway.methods.checkmate.cut import cuts
 from spillway.methods.checkmate.draft import Draft
 from spillway.simulation.simulated_engine import simulate
 from tests.pure.linear_graphs import linear_step
+from tests.pure.training_steps import Recorder
 
 DEVICE = device_of("a100")
 
@@ -138,6 +139,16 @@ def test_the_bound_never_exceeds_the_optimum_and_often_is_it() -> None:
         exact += best < inf and found == pytest.approx(best)
     assert more > 10
     assert exact > 20
+
+
+def test_an_op_behind_which_nothing_is_wanted_is_judged_by_its_bytes() -> None:
+    recorder = Recorder()
+    recorder.op("held", Phase.FORWARD, [], [8])
+    recorder.op("drawn", Phase.FORWARD, [], [8])
+    step = recorder.step()
+    step = replace(step, storages=tuple(replace(one, alive_until=2) for one in step.storages))
+    for allowed, found in ((16, 2.0), (15, 2.0), (8, 2.0), (7, inf)):
+        assert bound(step, allowed) == found == optimum(step, allowed)
 
 
 @pytest.mark.parametrize("fault", ["given", "needed"])

@@ -165,6 +165,8 @@ class _Program:
 
     def solved(self, *, exactly: bool) -> Cut:
         """The optimum, or its relaxation's."""
+        if not self._kept:  # nothing that was made before is wanted any more: there is nothing to choose
+            return Cut(op=self._op, bound=self._plain if self.needs <= self._unit else inf, gone=frozenset())
         found = self._program.solve("Checkmate", relaxed=not exactly, node_limit=NODES, mip_rel_gap=GAP)
         if found.status == INFEASIBLE:
             return Cut(op=self._op, bound=inf, gone=frozenset())
