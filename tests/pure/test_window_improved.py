@@ -213,6 +213,15 @@ def test_every_way_to_plan_keeps_the_budget_even_where_another_is_taken(seed: in
         )
 
 
+@pytest.mark.parametrize("missing", [1, 60])
+def test_a_budget_that_is_missed_by_less_than_a_solver_sees_is_kept(missing: int) -> None:
+    step = linear_step(2)
+    allowed = step.plain_peak() - missing
+    plan = ImprovedWindow().plan(problem(step, allowed))
+    verify(plan, step, allowed)
+    assert plan.gaps
+
+
 def test_a_fault_in_the_planner_is_found_by_the_verifier(monkeypatch: pytest.MonkeyPatch) -> None:
     step, device = convolutions(6), linked(20)
     given_ = Problem(step=step, allowed=7 * UNIT, device=device)

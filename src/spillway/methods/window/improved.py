@@ -79,8 +79,7 @@ class ImprovedWindow(AbstractPlanner):
         exempt: Storages below so many bytes share chunks, and count as what they are.
         smallest: Bytes below which a storage stays.
 
-    Raises UsageError if the chunk is not above 0, `exempt` or `smallest` is below 0, `gaps` is neither of the two, or
-    SciPy is not installed.
+    Raises UsageError if the chunk is not above 0, `exempt` or `smallest` is below 0, or `gaps` is neither of the two.
     """
 
     name = "window-improved"
@@ -126,14 +125,14 @@ class ImprovedWindow(AbstractPlanner):
                 yield again.gaps(self._least(inner, lives_of(again.step)))
 
     def _least(self, problem: Problem, lives: Sequence[Life]) -> tuple[Gap, ...]:
-        """Gaps by the linear program, stretched; the window's where it has no answer, as it leaves what op 0 uses
-        there when a step ends."""
+        """Gaps by the linear program, stretched; the window's where it has no answer that fits, as it leaves what op
+        0 uses there when a step ends."""
         step, sizes = problem.step, self.window.counted(problem.step)
         try:
             shares, _ = fewest_bytes(step, lives, problem.allowed, sizes, self.window.smallest)
+            chosen, there = _whole(step, shares, problem.allowed, sizes)
         except ArithmeticError:
             return self.window.plan(problem).gaps
-        chosen, there = _whole(step, shares, problem.allowed, sizes)
         gone = [
             Gone(step.values[one.value].storage, one.start, one.end, comes_in(lives[one.value], one.end, len(step.ops)))
             for one in waited_late(step, chosen, there, problem.allowed, sizes)
@@ -295,9 +294,12 @@ def _temporaries(step: Step, replays: Mapping[ValueId, Replay]) -> dict[int, Byt
 def _whole(
     step: Step, shares: Mapping[Together, float], allowed: Bytes, sizes: Sequence[Bytes]
 ) -> tuple[list[Absence], list[Bytes]]:
-    """What has any share of it gone, without that for which there is room, and the bytes during every op."""
+    """What has any share of it gone, without that for which there is room, and the bytes during every op. Raises
+    ArithmeticError where these are over the budget, by the few bytes that a solver may leave."""
     chosen = [gone for gone, share in shares.items() if share > NOTHING]
     there = np.array(during(step, (one for gone in chosen for one in gone), sizes), dtype=np.int64)
+    if (there > allowed).any():
+        raise ArithmeticError("The solver left bytes that are over the budget.")
     left = list[Absence]()
     for gone in sorted(chosen, key=lambda gone: (shares[gone], -sizes[step.values[gone[0].value].storage], gone)):
         nbytes = sizes[step.values[gone[0].value].storage]
