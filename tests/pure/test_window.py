@@ -207,6 +207,23 @@ def test_a_window_smaller_than_an_op_is_refused_with_the_numbers() -> None:
     assert refused.value.smallest_budget == 3 * UNIT
 
 
+def test_the_smallest_budget_of_a_small_window_is_known_to_the_byte() -> None:
+    recorder = Recorder()
+    recorder.op("whole", FORWARD, [recorder.source(14, Kind.INPUT)], [7])
+    step, method = recorder.step(), Window(window=0.7, smallest=0)
+    with pytest.raises(BudgetInfeasible) as refused:
+        method.plan(problem(step, 29))
+    assert refused.value.smallest_budget == 30  # of which 0.7 are 21, and 21 / 0.7 in floating point is more than 30
+    assert method.plan(problem(step, 30)).gaps == ()
+
+
+@pytest.mark.parametrize("method", [Window(), Window.as_published()])
+def test_a_step_without_ops_has_a_plan_without_gaps(method: Window) -> None:
+    recorder = Recorder()
+    recorder.source(UNIT, Kind.PARAMETER)
+    assert method.plan(problem(recorder.step(), UNIT)).gaps == ()
+
+
 @pytest.mark.parametrize(
     "make",
     [

@@ -50,7 +50,6 @@ from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from math import ceil
 from typing import Final, Literal, NamedTuple, Self, TypeAlias, final, get_args
 
 from spillway.errors import BudgetInfeasible, UsageError
@@ -147,7 +146,7 @@ class Window(AbstractPlanner):
         window = int(budget * self.window)
         needed, fullest = max(((row.needed(op), -op) for op in range(len(row.ops))), default=(0, 0))
         if needed > min(window, budget):
-            smallest = row.small + max(needed, ceil(needed / self.window))
+            smallest = row.small + max(needed, int(needed / self.window))
             while int((smallest - row.small) * self.window) < needed:  # what rounding took
                 smallest += 1
             name = problem.step.ops[-fullest].name
@@ -210,18 +209,19 @@ class _Row:
         managed = [storage.nbytes >= max(smallest, 1) for storage in step.storages]
         accesses: list[tuple[int, bool]] = []
         ops: list[int] = []
+        last: dict[int, int] = {}
         for op in step.ops:
             ops.append(len(accesses))
             used = {step.values[value].storage: True for value in op.reads}
             for value in op.creates:
                 used.setdefault(step.values[value].storage, comes_in and step.values[value].version > 0)
             accesses += ((storage, reads) for storage, reads in used.items() if managed[storage])
+            last.update(dict.fromkeys(used, op.number))
         nowhere = len(accesses)
         following, first = [nowhere] * nowhere, [nowhere] * len(step.storages)
         for place in range(nowhere - 1, -1, -1):
             storage = accesses[place][0]
             following[place], first[storage] = first[storage], place
-        last = {storage: op for op, end in enumerate([*ops[1:], nowhere]) for storage, _ in accesses[ops[op] : end]}
         count = len(step.ops)
         dies = [count + 1 if storage.present_at_end else storage.alive_until for storage in step.storages]
         dying = defaultdict(list)
