@@ -276,7 +276,7 @@ def test_delta_refuses_a_filter_that_it_does_not_have() -> None:
         Delta(filter="fifo")
 
 
-@pytest.mark.parametrize("arguments", [{"unhidden": 1.1}, {"unhidden": -0.1}, {"pessimism": -1.0}])
+@pytest.mark.parametrize("arguments", [{"unhidden": 1.1}, {"unhidden": -0.1}, {"pessimism": -1.0}, {"pessimism": inf}])
 def test_delta_refuses_costs_that_make_no_sense(arguments: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=r"^DELTA needs `unhidden` from 0 to 1 and .*; got .*\.$"):
         Delta(**arguments)

@@ -136,9 +136,10 @@ class Delta(AbstractPolicy):
                 f"and `looks_after` of 1 or more; got {early}, {enough}, {spare}, {most_copies_out}, {most_copies_in} "
                 f"and {looks_after}."
             )
-        if not (0 <= unhidden <= 1 and pessimism >= 0):
+        if not (0 <= unhidden <= 1 and 0 <= pessimism < inf):
             raise UsageError(
-                f"DELTA needs `unhidden` from 0 to 1 and `pessimism` of 0 or more; got {unhidden} and {pessimism}."
+                f"DELTA needs `unhidden` from 0 to 1 and a finite `pessimism` of 0 or more; "
+                f"got {unhidden} and {pessimism}."
             )
         self.filter = filter
         self.early = early
