@@ -98,10 +98,9 @@ class Checkmate(AbstractPlanner):
         lives = lives_of(problem.step)
         if account(problem.step, (), lives).peak <= problem.allowed:
             return problem.plan_with((), lives)
-        found = cuts(problem.step, lives, problem.allowed)
-        bound = found[0].bound if found else sum(op.seconds or 0.0 for op in problem.step.ops)
-        best = self._best_draft(problem, lives, found, deadline)
-        if best is None or seconds_of(problem.step, lives, best) > bound * (1 + GAP):
+        cut = cuts(problem.step, lives, problem.allowed)[0]
+        best = self._best_draft(problem, lives, cut, deadline)
+        if best is None or seconds_of(problem.step, lives, best) > cut.bound * (1 + GAP):
             best = self._by_program(problem, lives, best, deadline)
         if best is None:
             raise NoPlanFound(
@@ -135,14 +134,11 @@ class Checkmate(AbstractPlanner):
             budget -= over
         return best
 
-    def _best_draft(
-        self, problem: Problem, lives: Sequence[Life], found: Sequence[Cut], deadline: float
-    ) -> tuple[Gap, ...] | None:
+    def _best_draft(self, problem: Problem, lives: Sequence[Life], cut: Cut, deadline: float) -> tuple[Gap, ...] | None:
         """The gaps of the draft that takes least time; None if none fits."""
         plain = sum(op.seconds or 0.0 for op in problem.step.ops)
-        bound = found[0].bound if found else plain
         drafts = list[Draft]()
-        for in_order, draft in self._drafts(problem, lives, found):
+        for in_order, draft in self._drafts(problem, lives, cut):
             draft.share()
             if draft.repair(draft.work + STARTING, in_order=in_order):
                 draft.share()
@@ -152,22 +148,21 @@ class Checkmate(AbstractPlanner):
                 break
         drafts.sort(key=lambda draft: draft.seconds)
         for draft in drafts[:IMPROVED]:
-            if time.monotonic() < deadline and draft.seconds + plain > bound * (1 + GAP):
+            if time.monotonic() < deadline and draft.seconds + plain > cut.bound * (1 + GAP):
                 draft.improve(draft.work + IMPROVING)
         return min(drafts, key=lambda draft: draft.seconds).gaps() if drafts else None
 
-    def _drafts(self, problem: Problem, lives: Sequence[Life], found: Sequence[Cut]) -> Iterator[tuple[bool, Draft]]:
-        """What is made to fit, and whether in the order of the ops: with nothing gone, with what a cut has gone, with
+    def _drafts(self, problem: Problem, lives: Sequence[Life], cut: Cut) -> Iterator[tuple[bool, Draft]]:
+        """What is made to fit, and whether in the order of the ops: with nothing gone, with what the cut has gone, with
         what other methods have gone."""
 
         def draft() -> Draft:
             return Draft(problem.step, lives, problem.allowed, 1 / problem.device.out_per_second)
 
         yield from ((in_order, draft()) for in_order in (False, True))
-        for cut in found[:1]:
-            started = draft()
-            started.drop(cut.gone, cut.op, STARTING)
-            yield False, started
+        started = draft()
+        started.drop(cut.gone, cut.op, STARTING)
+        yield False, started
         unlimited = Problem(step=problem.step, allowed=problem.step.plain_peak() * 2, device=problem.device)
         for start in self.starts:
             method = start()

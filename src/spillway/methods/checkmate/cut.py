@@ -83,11 +83,8 @@ def cuts(step: Step, lives: Sequence[Life], allowed: Bytes) -> list[Cut]:
             )
     best = sorted(found, key=lambda cut: (-cut.bound, cut.op))[:EXACT]
     solved = [_Program(step, lives, allowed, cut.op).solved(exactly=True) for cut in best]
-    both = [max(pair, key=lambda cut: cut.bound) for pair in zip(solved, best, strict=True)]
-    return sorted(
-        (replace(one, bound=most.bound) for one, most in zip(solved, both, strict=True)),
-        key=lambda cut: (-cut.bound, cut.op),
-    )
+    both = (replace(one, bound=max(one.bound, relaxed.bound)) for one, relaxed in zip(solved, best, strict=True))
+    return sorted(both, key=lambda cut: (-cut.bound, cut.op))
 
 
 def _fullest(step: Step, allowed: Bytes) -> list[int]:
@@ -110,15 +107,16 @@ class _Program:
         self._program = LinearProgram()
         last = {value.storage: value.id for value in step.values}
         self._outlives = {version for storage, version in last.items() if step.storages[storage].present_at_end}
-        self._wanted, self._again = self._useful()
-        self._kept = self._values()
+        self._wanted, useful, self._again = self._useful()
+        self._kept = self._values(useful)
         costs = {number: (step.ops[number].seconds or 0.0) / (self._plain or 1.0) for number in sorted(self._again)}
         self._run = {number: self._program.variable(cost=cost, upper=1.0) for number, cost in costs.items()}
         self._memory()
         self._correct()
 
-    def _useful(self) -> tuple[set[ValueId], set[int]]:
-        """What is wanted later of what is made before the op, and what may have to run again for it."""
+    def _useful(self) -> tuple[set[ValueId], set[ValueId], set[int]]:
+        """What is wanted later of what is made before the op, that and what it is made from, and the ops that may have
+        to run again for it."""
         step, lives, op = self._step, self._lives, self._op
         made = (value.id for value in step.values if lives[value.id].created < op)
         wanted = {one for one in made if one in self._outlives or max(lives[one].reads, default=-1) >= op}
@@ -127,13 +125,12 @@ class _Program:
             if one.replayable and not useful.isdisjoint(one.creates):
                 again.add(one.number)
                 useful.update(one.reads)
-        self._useful_values = useful
-        return wanted, again
+        return wanted, useful, again
 
-    def _values(self) -> dict[ValueId, int]:
+    def _values(self, useful: set[ValueId]) -> dict[ValueId, int]:
         reads = set(self._step.ops[self._op].reads)
         kept = {}
-        for value in sorted(self._useful_values):
+        for value in sorted(useful):
             cannot = self._lives[value].created not in self._again
             there = float(value in reads or (cannot and value in self._wanted))
             kept[value] = self._program.variable(lower=there, upper=1.0, whole=True)

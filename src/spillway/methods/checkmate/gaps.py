@@ -20,9 +20,10 @@ from collections.abc import Iterator, Sequence
 
 from spillway.ir import Gap, Recompute
 from spillway.ir.account import account, comes_back
+from spillway.ir.lives import Life
 from spillway.ir.recipes import recipe
 from spillway.ir.step import StorageId, ValueId
-from spillway.methods.checkmate.graph import Datum, Graph
+from spillway.methods.checkmate.graph import Graph
 from spillway.methods.checkmate.milp import Answer
 from spillway.units import Bytes
 
@@ -32,18 +33,21 @@ Presence = list[tuple[int, int]]
 
 def gaps_of(graph: Graph, answer: Answer) -> tuple[Gap, ...] | None:
     """The gaps of an answer; None if some value has no way back from what is there."""
-    presence: dict[StorageId, Presence] = {}
-    for index, datum in enumerate(graph.data):
-        for storage in datum.storages:
-            presence[storage] = _presence(graph, index, datum, storage, answer.keep, answer.run)
-    finals = graph.finals()
+    # The last value of a storage is what it holds once the maker of its datum has run.
+    finals = {value.storage: value.id for value in graph.step.values}
+    presence = {
+        storage: _presence(graph, index, finals[storage], answer)
+        for index, datum in enumerate(graph.data)
+        for storage in datum.storages
+    }
     gaps = []
     for storage, intervals in presence.items():
-        for start, end in _between(graph, storage, finals[storage], intervals):
-            home = _home(graph, presence, finals[storage], start, end)
+        value = finals[storage]
+        for start, end in _between(graph, value, intervals):
+            home = _home(graph, presence, value, start, end)
             if home is None:
                 return None
-            gaps.append(Gap(value=finals[storage], start=start, end=end, home=home))
+            gaps.append(Gap(value=value, start=start, end=end, home=home))
     return tuple(gaps)
 
 
@@ -69,24 +73,17 @@ def without_idle_ends(graph: Graph, gaps: Sequence[Gap], allowed: Bytes) -> tupl
     return (*kept, *needed)
 
 
-def _presence(
-    graph: Graph,
-    index: int,
-    datum: Datum,
-    storage: StorageId,
-    kept: frozenset[tuple[int, int]],
-    again: frozenset[tuple[int, int]],
-) -> Presence:
-    """When the storage is there, stage by stage, from its creation on."""
-    life = graph.lives[graph.finals()[storage]]
-    reads = _reads_by_node(graph, storage)
+def _presence(graph: Graph, index: int, value: ValueId, answer: Answer) -> Presence:
+    """When the value's storage, of the datum `index`, is there, stage by stage, from its creation on."""
+    datum, life, kept, again = graph.data[index], graph.lives[value], answer.keep, answer.run
+    reads = _reads_by_node(graph, life)
     intervals: Presence = []
     for stage in range(datum.maker, len(graph.nodes)):
         node = graph.nodes[stage]
         is_kept = (stage, index) in kept
         if stage != datum.maker and not is_kept and (stage, datum.maker) not in again:
             continue
-        first = node.first if stage != datum.maker else graph.step.storages[storage].alive_from
+        first = node.first if stage != datum.maker else graph.step.storages[graph.step.values[value].storage].alive_from
         used = max((op + 1 for op in reads.get(stage, ())), default=0)
         if (stage + 1, index) in kept:
             used = node.end
@@ -99,8 +96,7 @@ def _presence(
     return intervals
 
 
-def _reads_by_node(graph: Graph, storage: StorageId) -> dict[int, list[int]]:
-    life = graph.lives[graph.finals()[storage]]
+def _reads_by_node(graph: Graph, life: Life) -> dict[int, list[int]]:
     found: dict[int, list[int]] = {}
     node = 0
     for read in life.reads:
@@ -110,7 +106,7 @@ def _reads_by_node(graph: Graph, storage: StorageId) -> dict[int, list[int]]:
     return found
 
 
-def _between(graph: Graph, storage: StorageId, value: ValueId, intervals: Presence) -> Iterator[tuple[int, int]]:
+def _between(graph: Graph, value: ValueId, intervals: Presence) -> Iterator[tuple[int, int]]:
     """The intervals in which it would be there in the plain step, and is not."""
     alive = min(graph.lives[value].ends, len(graph.step.ops))
     starts = [start for start, _ in intervals[1:]] + [alive]

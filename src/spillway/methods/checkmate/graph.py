@@ -15,7 +15,7 @@ from typing import final
 
 from spillway.ir import Phase, Step
 from spillway.ir.lives import Life, lives_of
-from spillway.ir.step import StorageId, ValueId
+from spillway.ir.step import StorageId
 from spillway.units import Bytes, Seconds
 
 
@@ -65,10 +65,6 @@ class Graph:
     nodes: tuple[Node, ...]
     data: tuple[Datum, ...]
 
-    def finals(self) -> dict[StorageId, ValueId]:
-        """The last value of every storage: what one of a datum holds once its maker has run."""
-        return {value.storage: value.id for value in self.step.values}
-
 
 def graph_of(step: Step) -> Graph:
     """The step with as many nodes as writes in place allow.
@@ -91,7 +87,7 @@ def _units(step: Step, lives: Sequence[Life]) -> list[int]:
     for storage, (first, last) in spans.items():
         info = step.storages[storage]
         fleeting = not (info.present_at_start or info.present_at_end)
-        same = all(step.ops[op].phase is step.ops[first].phase for op in range(first, last + 1)) if fleeting else False
+        same = fleeting and all(step.ops[op].phase is step.ops[first].phase for op in range(first, last + 1))
         # What is written to from far apart, as a sum of gradients may be, is not worth a node as long as that.
         if same and last - first <= 2:
             for op in range(first, last):

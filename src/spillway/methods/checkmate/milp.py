@@ -70,15 +70,15 @@ class Program:
         data = self.graph.data
         for (stage, number), running in self.run.items():
             for index in self.graph.nodes[number].reads:
-                self.program.row((running, 1.0), *self._available(stage, index, -1.0), most=0.0)
+                self.program.row((running, 1.0), *self._available(stage, index), most=0.0)
         for (stage, index), kept in self.keep.items():
             if stage - 1 > data[index].maker:
-                self.program.row((kept, 1.0), *self._available(stage - 1, index, -1.0), most=0.0)
+                self.program.row((kept, 1.0), *self._available(stage - 1, index), most=0.0)
 
-    def _available(self, stage: int, index: int, factor: float) -> Terms:
+    def _available(self, stage: int, index: int) -> Terms:
         maker = self.graph.data[index].maker
         found = (self.run.get((stage, maker)), self.keep.get((stage, index)))
-        return [(variable, factor) for variable in found if variable is not None]
+        return [(variable, -1.0) for variable in found if variable is not None]
 
     def _memory(self) -> None:
         """Equations 3 to 8, stage by stage."""
