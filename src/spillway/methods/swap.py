@@ -113,7 +113,7 @@ def _within(
             if gone or not first <= op < last:
                 continue
             # Before its gap the copy out is waited for; after it the copy in begins later.
-            wider = (min(begin, op), end) if op < begin < end else (min(begin, op) if begin < end else op, op + 1)
+            wider = (op, end) if op < begin < end else (begin if begin < end else op, op + 1)
             for other in range(len(step.ops)):
                 before, after = begin <= other < end, wider[0] <= other < wider[1]
                 resident[other] += sizes[value] * (before - after)

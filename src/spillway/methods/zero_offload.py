@@ -100,8 +100,10 @@ class _Sent:
 
     def __init__(self, step: Step) -> None:
         self._step = step
+        updates = [op for op in step.ops if op.phase is Phase.OPTIMIZER]
+        made_there = {value for op in updates for value in op.creates}
+        named = made_there.union(*(op.reads for op in updates))
         here = {value for op in step.ops if op.phase is not Phase.OPTIMIZER for value in (*op.reads, *op.creates)}
-        named = {v for op in step.ops if op.phase is Phase.OPTIMIZER for v in (*op.reads, *op.creates)}
         used, there = ({step.values[value].storage for value in values} for values in (here, named))
         self._gone = {
             storage.id
@@ -111,7 +113,6 @@ class _Sent:
         }  # fmt: skip
         self._blocks = list(self._found(here))
         kept = {value for block in self._blocks for value in block.written.values()}
-        made_there = {value for op in step.ops if op.phase is Phase.OPTIMIZER for value in op.creates}
         self._values = [
             value
             for value in step.values

@@ -139,8 +139,8 @@ class SavedInBlocks:
         """All versions of a storage."""
         return self._values[storage]
 
-    def reads(self, value: ValueId, call: Call | None) -> list[int]:
-        """Ops after the forward that read it for a call; for a node outside of blocks if None."""
+    def reads(self, value: ValueId, call: Call) -> list[int]:
+        """Ops after the forward that read it for a call."""
         return [op for op in self.late_reads(value) if self._reader(value, self.step.ops[op]) is call]
 
     def late_reads(self, value: ValueId) -> list[int]:

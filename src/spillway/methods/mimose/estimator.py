@@ -176,12 +176,11 @@ class Estimate:
 
     def _learn(self) -> None:
         samples = self.measured
-        fit = fit_quadratic(list(samples.items()), batched=self.batched)
+        self.fit = fit_quadratic(list(samples.items()), batched=self.batched)
         self._law = None if self._lawless else self._looked_up(tuple(samples.items()))
         # More samples make room for more terms only up to here; then the search is given up.
         self._lawless |= self._law is None and len(samples) >= LOOKED_FOR
-        self.fit = fit
-        self.above = max(0.0, *(nbytes - fit.at(size) for size, nbytes in samples.items()))
+        self.above = max(0.0, *(nbytes - self.fit.at(size) for size, nbytes in samples.items()))
         self._range = min(samples)[0], max(samples)[0]
         self._stale = False
 

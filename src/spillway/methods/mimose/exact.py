@@ -18,7 +18,7 @@ import numpy
 
 from spillway.costs.scaling import DEGREE as HIGHEST
 from spillway.costs.scaling import QUANTA, Law, argument, exact_laws, rivals
-from spillway.methods.by_block import InputSize
+from spillway.methods.by_block import InputSize, of_lengths
 from spillway.units import Bytes
 
 BytesAt: TypeAlias = Callable[[InputSize], Bytes | None]
@@ -235,11 +235,8 @@ def _in_whole_numbers(law: Law) -> _Line | Parabola:
 
 
 def _windowed(size: InputSize, degree: int, quantum: int, *, batched: bool, up: bool) -> tuple[int, ...]:
-    if quantum == 1:
-        return monomials(size, degree, batched=batched)
-    first = 1 if batched else 0
-    windows = [argument(length, quantum, up=up) for length in size[first:]]
-    return monomials((*size[:first], *windows), degree, batched=batched)
+    windows = of_lengths(size, lambda length: argument(length, quantum, up=up), batched=batched)
+    return monomials(windows, degree, batched=batched)
 
 
 def _surfaces(samples: Mapping[InputSize, Bytes], batched: bool, windows: bool) -> Iterator[_Surface]:

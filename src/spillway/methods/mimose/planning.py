@@ -204,13 +204,11 @@ class SimulatedPlanning:
                 working=[nbytes if block in created else 0 for block, nbytes in enumerate(forecast.working)],
                 gradients=[created.get(block, 0) for block in range(len(forecast.gradients))],
             )
-        by_part = step.turn_peak is not None and step.backward_peak is not None
-        turn, rest = outside(
-            forecast,
-            step.recomputed,
-            step.turn_peak if by_part and step.turn_peak is not None else step.peak,
-            step.backward_peak if by_part and step.backward_peak is not None else step.peak,
-        )
+        turn_peak, backward_peak = step.turn_peak, step.backward_peak
+        by_part = turn_peak is not None and backward_peak is not None
+        if turn_peak is None or backward_peak is None:
+            turn_peak = backward_peak = step.peak
+        turn, rest = outside(forecast, step.recomputed, turn_peak, backward_peak)
         keeps = len(step.recomputed) < (len(blocks) or len(self._saved))
         if not self._turn.measured or not (keeps or step.size in self._turn.measured):
             # Fits to a few collecting steps know less than the bounds themselves.

@@ -170,19 +170,19 @@ def _cheap(problem: Problem, lives: Sequence[Life], smallest: Bytes) -> Iterator
         storage = step.storages[step.values[kept.value].storage]
         if storage.nbytes < max(smallest, 1) or last[storage.id] != kept.value:
             continue
-        replay = _replay(step, lives, kept, kept.needed)
+        replay = _replay(step, lives, kept)
         copies = device.out_seconds(storage.nbytes) + device.in_seconds(storage.nbytes)
         if replay is not None and replay.seconds < copies:
             yield kept.value, replay
 
 
-def _replay(step: Step, lives: Sequence[Life], kept: Kept, end: int) -> Replay | None:
-    home = recipe(kept.value, kept.last + 1, end, step=step, lives=lives, present=lambda leaf: True)
+def _replay(step: Step, lives: Sequence[Life], kept: Kept) -> Replay | None:
+    home = recipe(kept.value, kept.last + 1, kept.needed, step=step, lives=lives, present=lambda leaf: True)
     if home is None or home.held:
         return None
     made = {value for op in home.ops for value in step.ops[op].creates}
     return Replay(
-        start=kept.last + 1, end=end, home=home, seconds=sum(step.ops[op].seconds or 0.0 for op in home.ops),
+        start=kept.last + 1, end=kept.needed, home=home, seconds=sum(step.ops[op].seconds or 0.0 for op in home.ops),
         leaves=frozenset(value for op in home.ops for value in step.ops[op].reads) - made,
     )  # fmt: skip
 
@@ -256,7 +256,7 @@ def _with_room(
     ends = {value: replay.end for value, replay in wanted.items()}
     for value in sorted(wanted, key=lambda value: -lives[value].created):
         kept = Kept(value=value, last=wanted[value].start - 1, needed=ends[value])
-        replay = wanted[value] if ends[value] == wanted[value].end else _replay(step, lives, kept, ends[value])
+        replay = wanted[value] if ends[value] == wanted[value].end else _replay(step, lives, kept)
         if replay is None or _needed(step, {**found, value: replay}, replay.end, sizes) > room:
             continue
         found[value] = replay
