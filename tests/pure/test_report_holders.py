@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 from urllib.parse import unquote
@@ -139,6 +140,13 @@ def test_a_number_that_is_none_breaks_the_line() -> None:
     drawn = draw_steps([*steps(2), *steps(1, logged={"loss": float("nan")}), *steps(2)], [], 0, 0)
     assert drawn is not None
     assert drawn.curves[-1].path.count("M") == 2
+
+
+def test_a_number_too_far_from_others_breaks_the_line_too() -> None:
+    drawn = draw_steps([*steps(2), *steps(1, logged={"loss": -1.7e308}), *steps(1, logged={"loss": 1.7e308})], [], 0, 0)
+    assert drawn is not None
+    assert drawn.curves[-1].path.count("M") == 1
+    assert all(math.isfinite(tick.at) for tick in drawn.curves[-1].ticks)
 
 
 def test_every_figure_of_every_step_is_in_the_file_that_the_page_offers() -> None:

@@ -262,6 +262,18 @@ def test_sizes_of_several_numbers_are_multiplied_and_without_a_budget_there_is_n
     assert draw_sizes([STEP], 40 * MiB) is None
 
 
+def test_sizes_of_nothing_are_drawn_and_sizes_that_are_none_are_not() -> None:
+    drawn = draw_sizes([sized(0, (0,), 20 * MiB), sized(1, (2**62,) * 20, 20 * MiB)], None)
+    assert drawn is not None
+    assert [(point.x, point.told.partition(":")[0]) for point in drawn.points] == [(0.0, "step 0, size 0")]
+    assert draw_sizes([sized(0, (2**62,) * 20, 20 * MiB)], None) is None
+
+
+@pytest.mark.parametrize("told", [-1, 0, True, 10**400, "60 MiB"])
+def test_a_budget_that_is_no_number_of_bytes_is_none(told: object) -> None:
+    assert "under no budget</h1>" in render({"budget_bytes": told}, [], [])
+
+
 def test_the_window_that_planned_a_step_is_drawn_without_a_script_and_nothing_is_where_none_did() -> None:
     names = ("until", "swapped_in", "cancelled", "waited", "precleared")
     rows = ((2, 29, 0, 0, 0), (3, 0, 10, 0, 0), (4, 0, 0, 10, 0), (4, 0, 0, 0, 29))

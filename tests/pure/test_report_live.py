@@ -53,6 +53,11 @@ def test_the_line_has_step_loss_memory_against_the_budget_bytes_moved_and_recomp
     )
 
 
+def test_of_blocks_that_ran_again_the_share_is_theirs() -> None:
+    blocks = dataclasses.replace(QUIET, ops=0, blocks=8, recomputed_blocks=2)
+    assert line(blocks).endswith("  recomputed 25 %")
+
+
 def test_what_did_not_happen_is_not_mentioned() -> None:
     assert line(QUIET) == "step 12  ██████▒▒▒▒▒▒▒▒▒▒▒▒▒▒░░░░ peak 20.00 MiB of 24.00 MiB"
 

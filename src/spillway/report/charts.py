@@ -17,6 +17,7 @@ from math import prod
 from typing import Final, TypeVar, final
 
 from spillway.ir import Change, Kind, Lane, StepReport, Timeline, Transfers, Work
+from spillway.ir.reading import WHOLE
 from spillway.ir.spans import Interval, merged, outside, overlap, total, within
 from spillway.report.figures import NO_BUDGET
 from spillway.units import Bytes, GiB, KiB, MiB, Seconds, TiB, format_bytes, format_seconds
@@ -373,6 +374,8 @@ class StepsChart:
 
 CURVES: Final = 4
 """Most numbers of the user's that are drawn."""
+FURTHEST: Final = 1e300
+"""From 0, of a number that is drawn: twice as far there would be none."""
 CURVE_HEIGHT: Final = 90
 """Of all curves but the first."""
 
@@ -468,6 +471,7 @@ def _mean(numbers: Sequence[float]) -> float:
 
 def _curve(name: str, values: Sequence[float], *, zero: bool) -> Curve:
     """Of any numbers: from 0 where that means something, else from the lowest to the highest."""
+    values = [value if abs(value) <= FURTHEST else math.nan for value in values]
     finite = [value for value in values if math.isfinite(value)]
     low, high = (0.0 if zero else min(finite, default=0.0)), max(finite, default=1.0)
     reach = (high - low) or abs(high) or 1.0
@@ -527,20 +531,20 @@ class SizeChart:
 def draw_sizes(steps: Sequence[StepReport], budget: Bytes | None, plain: Bytes = 0) -> SizeChart | None:
     """Lay the steps out by input size, as Fig. 14 of the Mimose paper has them; None if no step has one. `plain` is the
     plain peak of the largest size, 0 if nobody knows."""
-    sized = [(step, prod(step.input_size)) for step in steps if step.input_size]
+    sized = [(step, step.input_size, prod(step.input_size)) for step in steps if step.input_size]
+    sized = [one for one in sized if one[2] <= WHOLE.most]  # a file may say anything
     if not sized:
         return None
-    dimensions = max(len(step.input_size or ()) for step, _ in sized)
+    dimensions = max(len(size) for _, size, _ in sized)
     allowed = budget if budget is not None and budget < NO_BUDGET else None
-    top = 1.06 * max([step.peak_bytes for step, _ in sized] + [allowed or 1, plain])
-    right = 1.02 * max(size for _, size in sized)
+    top = 1.06 * max([step.peak_bytes for step, _, _ in sized] + [allowed or 1, plain])
+    right = 1.02 * max([number for _, _, number in sized] + [1])
     apart, points = next(number for number in round_numbers() if right / number <= 8), []
-    for step, number in sized:
+    for step, size, number in sized:
         every = step.recomputed_blocks == step.blocks > 0 and not step.projected_bytes
         name = ("collecting" if every else "planned") if step.peak_measured else "expected"
-        size = " x ".join(map(str, step.input_size or ()))
         told = (
-            f"step {step.step}, size {size}: {short_bytes(step.peak_bytes)}, "
+            f"step {step.step}, size {' x '.join(map(str, size))}: {short_bytes(step.peak_bytes)}, "
             f"{step.recomputed_blocks} of {step.blocks} blocks recomputed"
         )
         points.append(Point(x=WIDTH * number / right, y=_height(step.peak_bytes, top), name=name, told=told))

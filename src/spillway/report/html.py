@@ -44,8 +44,7 @@ def render(
     # Those of the steps, each once in their order, since `Session.budget` may have been set; `NO_BUDGET` and more is
     # none. The header's where the steps name none, or there are none.
     named = list(dict.fromkeys(min(step.allowed, NO_BUDGET) for step in steps if step.allowed > 0))
-    told = header.get("budget_bytes")
-    budgets = named or [told if isinstance(told, int) else NO_BUDGET]
+    budgets = named or [_known(header, "budget_bytes") or NO_BUDGET]
     budget = budgets[0] if len(budgets) == 1 and budgets[0] < NO_BUDGET else None
     figures, plain = _figures(steps), _known(header, "plain_peak_bytes")
     start = _known(header, "start_rss_bytes")
@@ -81,7 +80,7 @@ def _under(budgets: Sequence[Bytes]) -> str:
 def _known(header: Mapping[str, Any], name: str) -> Bytes:
     """A number of the header; 0 if it has none. Anybody may have written the file that it comes from."""
     found = header.get(name)
-    return found if isinstance(found, int) and 0 < found < NO_BUDGET else 0
+    return found if type(found) is int and 0 < found < NO_BUDGET else 0
 
 
 def _fact(value: Any) -> str:

@@ -145,6 +145,6 @@ def line(report: StepReport) -> str:
     parts.append(peak)
     if report.bytes_out or report.bytes_in:
         parts.append(f"moved {format_bytes(report.bytes_out)} out, {format_bytes(report.bytes_in)} in")
-    if report.recomputed_ops:
-        parts.append(f"recomputed {format_share(recomputed_share([report]))}")
+    if share := recomputed_share([report]):
+        parts.append(f"recomputed {format_share(share)}")
     return "  ".join(parts)
