@@ -91,8 +91,9 @@ def talking(
             talk.ask((target, request))
             yield talk
         finally:
-            for number in (signal.SIGTERM, signal.SIGKILL):
-                if process.poll() is None:
+            if process.poll() is None:
+                # The second is for what it started, too, where that stays when it ends.
+                for number in (signal.SIGTERM, signal.SIGKILL):
                     with contextlib.suppress(ProcessLookupError):
                         os.killpg(process.pid, number)
                     with contextlib.suppress(subprocess.TimeoutExpired):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import pickle
 import signal
+import subprocess
 import sys
+import time
 from collections.abc import Callable
 from contextlib import closing
 from multiprocessing.connection import Connection
@@ -133,6 +135,26 @@ def echo(connection: Connection, request: object) -> None:
     if connection.recv() is None:
         print("ends", flush=True)
         os._exit(7)
+
+
+def test_what_a_process_has_started_ends_with_it() -> None:
+    with talking(f"{__name__}:starting", None, environment={"PYTHONPATH": os.pathsep.join(sys.path)}) as talk:
+        started = Path(f"/proc/{talk.hear()}/stat")
+        assert started.read_text().split()[2] in "RSD"
+    for _ in range(500):
+        if not started.exists() or started.read_text().split()[2] in "ZX":
+            return
+        time.sleep(0.01)
+    pytest.fail("it runs on")
+
+
+def starting(connection: Connection, request: object) -> None:
+    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", deaf], stdout=subprocess.PIPE) as started:
+        assert started.stdout is not None
+        started.stdout.readline()
+        connection.send(started.pid)
+        connection.recv()
 
 
 def test_an_error_of_a_users_own_class_is_heard_as_one_of_ours() -> None:

@@ -53,6 +53,10 @@ def test_what_makes_no_sense_is_refused_in_a_sentence() -> None:
         spillway.simulate(STEP, "0.5x", "lru", "abacus")
     with pytest.raises(BudgetError, match="more than 0 and at most 1"):
         spillway.simulate(STEP, "0x", "lru")
+    with pytest.raises(UsageError, match="no tier 'nvme'; choose one of host, disk"):
+        spillway.simulate(STEP, "0.5x", "lru", tier="nvme")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="1 step or more; got 0"):
+        spillway.simulate(STEP, 1, "window", steps=0)  # before a planner is asked, which has no plan
 
 
 def test_the_verb_prints_its_figures_and_writes_a_run_file_that_can_be_drawn(

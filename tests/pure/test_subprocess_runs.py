@@ -105,6 +105,7 @@ def test_a_state_that_differs_after_equal_losses_is_found() -> None:
 
 def test_a_run_that_stopped_early_differs_where_it_stopped() -> None:
     assert first_difference(result(losses=(4.0, 3.0), report=REPORT), PLAIN) == 2
+    assert first_difference(result(losses=(4.0, 2.0), report=REPORT), PLAIN) == 1
 
 
 def test_losses_that_are_no_numbers_are_the_same_if_both_runs_have_them() -> None:

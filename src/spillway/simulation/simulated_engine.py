@@ -41,7 +41,7 @@ from spillway.memory.records import EXACT, LARGE, NEVER, SCAFFOLD, WITHOUT_CONTE
 from spillway.methods.base import Absence, AbstractPlanner, AbstractPolicy, Problem
 from spillway.methods.planned import Planned
 from spillway.simulation.allocators import allocator_named
-from spillway.simulation.paper_machine import PaperMachine, Thrashing, Tier
+from spillway.simulation.paper_machine import TIERS, PaperMachine, Thrashing, Tier
 from spillway.units import Bytes, Seconds
 
 THRASH: Final = 1.0
@@ -123,6 +123,10 @@ def simulate(
     Raises UsageError if an op has no seconds, or an argument makes no sense, and BudgetInfeasible if a planner has no
     plan for so little.
     """
+    if steps < 1:
+        raise UsageError(f"A simulation takes 1 step or more; got {steps}.")
+    if tier not in TIERS:
+        raise UsageError(f"There is no tier {tier!r}; choose one of {', '.join(TIERS)}.")
     plain, from_host = step_seconds(step), 0
     if isinstance(method, AbstractPlanner):
         step, from_host = method.as_run(step, device)
@@ -130,8 +134,6 @@ def simulate(
         policy: AbstractPolicy = Planned.as_meant(plan, step, method)
     else:
         policy = Planned(method, step) if isinstance(method, Plan) else method
-    if steps < 1:
-        raise UsageError(f"A simulation takes 1 step or more; got {steps}.")
     machine = PaperMachine(
         policy.link(device), allocator_named(allocator, limit), tier=tier, most_recomputing=THRASH * plain,
         overlaps=device.overlaps,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, Final, final
 
 from spillway.report.figures import highest_peak, later_seconds, recomputed_share, seconds_per_step
@@ -119,10 +120,9 @@ def plain_row(request: RunRequest, plain: RunResult, account: RunResult) -> Row:
 
 
 def first_difference(run: RunResult, plain: RunResult) -> int | str | None:
-    """The first step whose loss differs in any bit, `FINAL_STATE` if only that does, None if nothing does."""
-    if len(run.losses) != len(plain.losses):
-        return min(len(run.losses), len(plain.losses))
-    for step, (loss, expected) in enumerate(zip(run.losses, plain.losses, strict=True)):
+    """The first step whose loss differs in any bit or that one of them lacks, `FINAL_STATE` if only that differs, None
+    if nothing does."""
+    for step, (loss, expected) in enumerate(zip_longest(run.losses, plain.losses)):
         if loss != expected:
             return step
     return None if run.state == plain.state else FINAL_STATE
