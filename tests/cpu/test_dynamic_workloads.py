@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from spillway.cli import main
-from spillway.errors import UsageError
+from spillway.errors import UsageError, WorkloadError
 from spillway.pilots.architecture import Architecture
 from spillway.pilots.sample_files import read_samples
 from spillway.workloads import stdlib_trees
@@ -154,6 +154,17 @@ def test_trees_are_those_of_the_source() -> None:
         assert stdlib_trees.NODE_TYPES[tree.types[-1]] in ("FunctionDef", "AsyncFunctionDef")
         assert all(parent > node for node, parent in enumerate(tree.parents[:-1]))
         assert 0 <= tree.verb < stdlib_trees.VERBS
+
+
+def test_samples_that_there_are_none_of_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stdlib_trees, "_functions", lambda: (((0,) * 9, (8,) * 8 + (-1,), "get", b"What is there."),))
+    assert len(next(stdlib_trees.trees(seed=0)).types) == 9
+    with pytest.raises(WorkloadError, match=r"No function of the standard library has a syntax tree of 6 to 3 nodes\."):
+        next(get("tree-lstm", largest=3).batches(1))
+    with pytest.raises(WorkloadError, match="has a docstring of 12 to 5 bytes"):
+        get("var-bert", longest=5)
+    with pytest.raises(WorkloadError, match="two or more, of which 1 cannot be the most"):
+        next(get("var-lstm", longest=0).batches(1))
 
 
 def test_sizes_of_a_tree() -> None:

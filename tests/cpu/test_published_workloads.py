@@ -83,6 +83,9 @@ def test_the_same_seed_gives_the_same_model_and_batches_which_draw_from_a_stream
     ("name", "options", "reason"),
     [
         ("bert-base", {"length": 513, "layers": 1}, "takes up to 512 tokens, not 513"),
+        ("t5", {"length": -5, "layers": 1}, "takes one or more tokens in a sequence, not -5"),
+        ("bert-small", {"length": 0}, "takes one or more tokens in a sequence, not 0"),
+        ("bert-small", {"layers": -1}, "has one or more layers, not -1"),
         ("gpt2", {"batch": 0, "layers": 1}, "takes one or more samples in a batch, not 0"),
         ("resnet50", {"length": 5}, "takes no length, which it was given; it takes"),
         ("resnet50", {"layers": 5}, "layers of the workload resnet50 are in stages"),

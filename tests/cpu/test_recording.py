@@ -321,6 +321,10 @@ def test_the_public_record_takes_a_name_its_options_or_a_workload() -> None:
         spillway.record(get("deep-narrow", **options), width=8)
     with pytest.raises(UsageError, match="There is no workload 'fly'"):
         spillway.record("fly")
+    with pytest.raises(UsageError, match="recorded, or what builds one, and not 5"):
+        spillway.record(lambda: 5)  # type: ignore[arg-type, return-value]
+    with pytest.raises(UsageError, match="are 0 or more; got warm_up=1 and timed_steps=-1"):
+        spillway.record("deep-narrow", timed_steps=-1)
 
 
 def test_the_recorded_step_verifies_with_an_empty_plan_within_its_peak() -> None:

@@ -198,6 +198,12 @@ def test_the_first_batch_reads_only_as_many_files_as_it_needs(monkeypatch: pytes
     assert 0 < len(read) < len(stdlib_text.source_files()) / 4
 
 
+@pytest.mark.parametrize("options", [{"batch": 0}, {"batch": -1}, {"longest": 0}, {"grouped": 0}])
+def test_batches_of_nothing_are_refused(options: dict[str, int]) -> None:
+    with pytest.raises(WorkloadError, match=rf"one or more of each; got .*{'='.join(map(str, *options.items()))}\b"):
+        get("stdlib-lm", width=8, layers=1, heads=1, **options).batches(1)
+
+
 def test_lengths_change_from_step_to_step_and_stay_within_the_longest() -> None:
     lengths = [batch["inputs"].shape[1] for batch in get("stdlib-lm", width=8, layers=1, heads=1).batches(24)]
     changes = sum(a != b for a, b in pairwise(lengths))

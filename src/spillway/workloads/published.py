@@ -146,9 +146,11 @@ def build_tokens(
         layers: Blocks, where fewer or more than the published model has are wanted; T5 has as many on both sides.
         width: Elements of a token, a multiple of 64, which are those of a head.
 
-    Raises WorkloadError where transformers is not installed, or there is no such width.
+    Raises WorkloadError where transformers is not installed, or length, layers or width cannot be chosen so.
     """
     length = _MODELS[name].length if length is None else length
+    if length < 1:
+        raise WorkloadError(f"The workload {name} takes one or more tokens in a sequence, not {length}.")
     return _build(name, seed, batch=batch, length=length, layers=layers, width=width, size=length)
 
 
@@ -171,6 +173,8 @@ def _build(
     seed_everything(seed)
     if layers is not None and not published.depth:
         raise WorkloadError(f"The layers of the workload {name} are in stages, and cannot be chosen by their number.")
+    if layers is not None and layers < 1:
+        raise WorkloadError(f"The workload {name} has one or more layers, not {layers}.")
     if width is not None and not published.width:
         raise WorkloadError(f"The stages of the workload {name} are of several widths, and cannot be chosen by one.")
     if width is not None and (width < _HEAD or width % _HEAD):
@@ -184,7 +188,7 @@ def _build(
         settings |= dict.fromkeys(published.depth, layers)
     config = getattr(transformers, published.config)(**settings)
     longest = getattr(config, "max_position_embeddings", length)
-    if not 0 <= length <= longest:
+    if length > longest:
         raise WorkloadError(f"The workload {name} takes up to {longest} tokens, not {length}.")
     if batch < 1:
         raise WorkloadError(f"The workload {name} takes one or more samples in a batch, not {batch}.")

@@ -55,6 +55,8 @@ def record(
     """
     if not isinstance(workload, str) and options:
         raise TypeError(f"record() takes {', '.join(options)} only for a workload by name")
+    if min(warm_up, timed_steps) < 0:
+        raise UsageError(f"Steps beside the recorded one are 0 or more; got {warm_up=} and {timed_steps=}.")
     facts: dict[str, Any] = {}
     if isinstance(workload, str):
         facts = {"seed": seed, "options": _as_json(options)}
@@ -67,7 +69,9 @@ def record(
         if callable(workload):
             stack.enter_context(streams_kept())
         among = stack.enter_context(fake_tensors()) if fake else None
-        built = workload() if callable(workload) else workload
+        built: object = workload() if callable(workload) else workload
+        if not isinstance(built, Workload):
+            raise UsageError(f"A workload is recorded, or what builds one, and not {built!r}.")
         batch: Any = next(iter(built.batches(1)), None)
         if batch is None:
             raise UsageError(f"The workload {built.name} has no batches.")

@@ -106,7 +106,11 @@ def batches(steps: int, *, seed: int, batch: int, longest: int, grouped: int) ->
 
     Yields:
         `inputs` and `targets`, int64, both [batch, length] with `length <= longest`; padding is `PAD` in both.
+
+    Raises WorkloadError if one of the three is less than 1.
     """
+    if min(batch, longest, grouped) < 1:
+        raise WorkloadError(f"Batches have one or more of each; got {batch=}, {longest=} and {grouped=}.")
     samples = functions(seed=seed)
     order = random.Random(seed)
     return islice(_endless(samples, order, batch, longest, grouped), steps)

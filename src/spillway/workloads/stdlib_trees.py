@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Final, NamedTuple, TypeVar
 
+from spillway.errors import WorkloadError
 from spillway.workloads import stdlib_text
 
 T = TypeVar("T")
@@ -46,13 +47,13 @@ def trees(*, seed: int, smallest: int = 6, largest: int = 48) -> Iterator[Tree]:
         Tree(types, parents, ranks.get(verb, VERBS - 1))
         for types, parents, verb, _ in _functions() if smallest <= len(types) <= largest
     ]  # fmt: skip
-    yield from _again_and_again(fitting, seed)
+    yield from _again_and_again(fitting, seed, f"syntax tree of {smallest} to {largest} nodes")
 
 
 def docstrings(*, seed: int, shortest: int = 12, longest: int = 80) -> Iterator[bytes]:
     """The first paragraphs of docstrings with that many bytes, again and again, in an order that the seed decides."""
     fitting = sorted({text for *_, text in _functions() if shortest <= len(text) <= longest})
-    yield from _again_and_again(fitting, seed)
+    yield from _again_and_again(fitting, seed, f"docstring of {shortest} to {longest} bytes")
 
 
 def words(*, seed: int, most: int, vocabulary: int) -> Iterator[list[int]]:
@@ -60,6 +61,8 @@ def words(*, seed: int, most: int, vocabulary: int) -> Iterator[list[int]]:
 
     A word's number is a checksum of it, so that few words share one and nothing has to be counted before.
     """
+    if most < 2:
+        raise WorkloadError(f"The words of a docstring are two or more, of which {most} cannot be the most.")
     for text in docstrings(seed=seed, longest=10_000):
         found = re.findall(rb"\w+|[^\w\s]", text.lower())[:most]
         if len(found) > 1:
@@ -72,7 +75,9 @@ def type_ranks() -> dict[int, int]:
     return {kind: rank for rank, (kind, _) in enumerate(sorted(counts.items(), key=lambda one: (-one[1], one[0])))}
 
 
-def _again_and_again(samples: list[T], seed: int) -> Iterator[T]:
+def _again_and_again(samples: list[T], seed: int, what: str) -> Iterator[T]:
+    if not samples:
+        raise WorkloadError(f"No function of the standard library has a {what}.")
     order, samples = random.Random(seed), list(samples)
     while True:
         order.shuffle(samples)
