@@ -204,9 +204,9 @@ def least_squares(residuals: Callable[[Floats], tuple[Floats, Floats]], start: F
 
     numbers, damping = start, 1e-3
     found, cost = whole(numbers)
+    counted = len(residuals(numbers)[0])
     for _ in range(ROUNDS):
         slopes = numpy.array([(whole(numbers + step)[0] - found) / _STEP for step in numpy.eye(len(numbers)) * _STEP]).T
-        counted = len(residuals(numbers)[0])
         weights = numpy.ones(len(found))
         weights[:counted] = 1 / numpy.sqrt(1 + (found[:counted] / OUTLIER) ** 2)
         normal, right = (slopes.T * weights) @ slopes, (slopes.T * weights) @ found

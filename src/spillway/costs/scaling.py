@@ -17,6 +17,7 @@ from fractions import Fraction
 from functools import cache
 from itertools import islice, product
 from math import ceil, gcd
+from operator import attrgetter
 from typing import Any, Final, TypeAlias, final
 
 import numpy
@@ -72,7 +73,7 @@ def law_of(sizes: Sequence[int], numbers: Sequence[int], quanta: Sequence[int] =
     if law is not None:
         return law
     coefficients = _polynomial(sizes, numbers)
-    return Law(coefficients=coefficients) if len(coefficients) <= 3 else _fitted(sizes, numbers)
+    return Law(coefficients=coefficients) if len(coefficients) <= _FITTED_DEGREE + 1 else _fitted(sizes, numbers)
 
 
 def exact_laws(sizes: Sequence[int], numbers: Sequence[int], quanta: Sequence[int] = _ALL) -> Iterator[Law]:
@@ -102,11 +103,11 @@ def _law(sizes: Sequence[int], numbers: Sequence[int], shape: Law) -> Law | None
     if _terms(places, remainders) > len(set(places)) - spare:
         return None
     divided = [Fraction(number, size**shape.power) for size, number in zip(sizes, numbers, strict=True)]
-    points = _merged(places, divided)
-    if points is None:
+    points = dict(zip(places, divided, strict=True))
+    if [points[place] for place in places] != divided:
         return None
-    coefficients = _polynomial(*points)
-    if len(coefficients) + shape.power > DEGREE + 1 or sum(map(bool, coefficients)) > len(points[0]) - spare:
+    coefficients = _polynomial([*points], [*points.values()])
+    if len(coefficients) + shape.power > DEGREE + 1 or sum(map(bool, coefficients)) > len(points) - spare:
         return None
     return replace(shape, coefficients=coefficients)
 
@@ -117,10 +118,10 @@ _PRIME: Final = 2**61 - 1
 def _terms(places: Sequence[int], numbers: Sequence[int]) -> int:
     """How many terms the one polynomial of the lowest degree through all points has in remainders of `_PRIME`: no more
     than it has in fractions, and a twentieth of the work. More than there are points where there is none."""
-    points: dict[int, int] = {}
-    for place, number in zip(places, numbers, strict=True):
-        if points.setdefault(place, number % _PRIME) != number % _PRIME:
-            return len(places) + 1
+    remainders = [number % _PRIME for number in numbers]
+    points = dict(zip(places, remainders, strict=True))
+    if [points[place] for place in places] != remainders:
+        return len(places) + 1
     places, column = [*points], [*points.values()]
     newton = column[:1]
     for order in range(1, len(places)):
@@ -148,15 +149,6 @@ def rivals(sizes: Sequence[int], numbers: Sequence[int]) -> Iterator[Law]:
         yield from exact_laws(sizes, numbers, [first.quantum, *(q for q in QUANTA if grid % q == 0)])
 
 
-def _merged(arguments: Sequence[int], numbers: Sequence[Fraction]) -> tuple[list[int], list[Fraction]] | None:
-    """Each argument once with its number; None if one of them would have two."""
-    points: dict[int, Fraction] = {}
-    for place, number in zip(arguments, numbers, strict=True):
-        if points.setdefault(place, number) != number:
-            return None
-    return list(points), list(points.values())
-
-
 def _polynomial(places: Sequence[int], numbers: Sequence[int | Fraction]) -> tuple[Fraction, ...]:
     """Coefficients of the one polynomial of the lowest degree through all points, by Newton's divided differences."""
     column = [Fraction(number) for number in numbers]
@@ -181,7 +173,7 @@ def _fitted(sizes: Sequence[int], numbers: Sequence[int]) -> Law:
     places = numpy.array(sizes, dtype=float) / max(sizes)  # near 1, so that their powers do not drown each other
     counted = numpy.array(numbers, dtype=float)
     weights = 1 / numpy.maximum(counted, 1)
-    powers = numpy.vander(places, min(_FITTED_DEGREE, len(sizes) - 1) + 1, increasing=True)
+    powers = numpy.vander(places, _FITTED_DEGREE + 1, increasing=True)
     found = numpy.linalg.lstsq(powers * weights[:, None], counted * weights, rcond=None)[0]
     return Law(coefficients=tuple(Fraction(float(number)) / max(sizes) ** power for power, number in enumerate(found)))
 
@@ -319,9 +311,7 @@ def _of_op(op: Op) -> tuple[Any, ...]:
     return op.name, op.phase, op.reads, op.creates, op.seeded, op.replayable, len(op.shape)
 
 
-def _of_storage(storage: StorageInfo) -> tuple[Any, ...]:
-    interval = storage.alive_from, storage.alive_until
-    return storage.kind, *interval, storage.present_at_start, storage.present_at_end
+_of_storage: Final = attrgetter("kind", "alive_from", "alive_until", "present_at_start", "present_at_end")
 
 
 def _difference(one: Step, other: Step) -> str | None:

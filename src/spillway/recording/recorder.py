@@ -137,7 +137,7 @@ class Modules:
     which the forward makes them; noting the next number whenever the module changes tells whose node every number is.
     """
 
-    def __init__(self, models: Iterable[torch.nn.Module] = ()) -> None:
+    def __init__(self, models: Iterable[torch.nn.Module]) -> None:
         self._names: dict[int, str] = {}
         self._owners: dict[int, str] = {}  # of parameters
         self._running: list[str] = [""]

@@ -90,10 +90,6 @@ class Ledger:
         entry = watch.entry = self._table[storage.key] = Entry(storage.key, storage.nbytes, watch, None)
         return entry
 
-    def find(self, tensor: torch.Tensor) -> Entry | None:
-        """The entry of the tensor's storage; None if it has none, or none that was seen."""
-        return self._table.get(_address(tensor))
-
     def see(self, tensor: torch.Tensor) -> tuple[Entry | None, bool]:
         """The entry of the tensor's storage, and whether it is a new one; None for what has no bytes of its own."""
         key = _address(tensor)
@@ -133,7 +129,7 @@ class Ledger:
     def label(self, named: Iterable[tuple[Kind, str, torch.Tensor]]) -> None:
         """Say what storages are for; the first name of a storage counts."""
         for kind, name, tensor in named:
-            entry = self.find(tensor) if self._recording else self.see(tensor)[0]
+            entry = self._table.get(_address(tensor)) if self._recording else self.see(tensor)[0]
             if entry is not None and entry.kind in (None, kind) and not entry.name:
                 entry.kind, entry.name = kind, name
 

@@ -316,17 +316,16 @@ def draw_window(timeline: Timeline) -> WindowChart | None:
     if not timeline.window:
         return None
     last, upper, lower, columns = timeline.ops, list[float](), list[float](), list[dict[str, Bytes]]()
+    moved = dict(zip((*ENTERED, *WENT), ("swapped_in", "cancelled", "waited", "precleared"), strict=True))
     reached = 0
     for first, end in op_ranges(timeline):
         ops = range(first, min(end, last))
         at = [timeline.window[op] for op in ops if op >= reached]  # an op in several columns counts in its first
         reached = max(reached, end)
-        nbytes = [(one.swapped_in, one.cancelled, one.waited, one.precleared) for one in at]
-        columns.append(dict(zip((*ENTERED, *WENT), map(sum, zip(*nbytes, strict=True)), strict=False)))
+        columns.append({name: sum(getattr(one, field) for one in at) for name, field in moved.items()})
         until = max((timeline.window[op].until for op in ops), default=last)
         upper.append(WINDOW_HEIGHT * (1 - until / last))
         lower.append(WINDOW_HEIGHT * (1 - min(first, last) / last))
-    columns = [dict.fromkeys((*ENTERED, *WENT), 0) | column for column in columns]
     bars, bar_ticks = _bars(columns, ENTERED, WENT)
     apart = next(number for number in round_numbers() if last / number <= 5)
     return WindowChart(

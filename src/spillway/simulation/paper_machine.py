@@ -61,7 +61,6 @@ class PaperArrival:
 
     token: Any
     ready: Seconds
-    home: PaperHome
 
 
 @final
@@ -242,7 +241,7 @@ class PaperMachine:
     def start_in(self, storage: Storage, home: PaperHome) -> PaperArrival:
         """Begin a copy in, into fresh memory, once the copy out has ended."""
         token = self.allocator.allocate(storage.nbytes)
-        return PaperArrival(token, self.lanes.copy(Lane.COPY_IN, home, max(self._time, home.ready)), home)
+        return PaperArrival(token, self.lanes.copy(Lane.COPY_IN, home, max(self._time, home.ready)))
 
     def arrived(self, arrival: PaperArrival) -> bool:
         return arrival.ready <= self._time

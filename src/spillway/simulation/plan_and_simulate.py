@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from os import PathLike
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from spillway.budgets import budget_of_peak, parse_bytes
 from spillway.calibration.named_device import device_of
@@ -106,7 +106,6 @@ def report_of(ran: Simulation) -> StepReport:
     """The figures as run files have them; what only a real run has is 0."""
     timeline = ran.timeline
     at_start = sum(line.nbytes for line in timeline.storages if line.present_at_start)
-    changes: dict[str, Any] = {"escaped": 0, "unmanaged": 0, "logged": {}, "peak_rss_bytes": 0, "working_bytes": 0}
     return StepReport(
         step=timeline.step, signature="simulated", managed=True, allowed=timeline.allowed, start_bytes=at_start,
         peak_bytes=ran.peak_bytes, end_bytes=ran.end_bytes, seconds=ran.seconds, stall_seconds=ran.stall_seconds,
@@ -114,7 +113,7 @@ def report_of(ran: Simulation) -> StepReport:
         bytes_out=ran.bytes_out, bytes_in=ran.bytes_in, dropped_bytes=ran.dropped_bytes, drops=ran.drops,
         moves=ran.moves, refusals=ran.refusals, transfer_seconds=timeline.transfers().seconds,
         hidden_seconds=ran.hidden_seconds, bytes_out_beside=ran.bytes_out_beside, bytes_in_beside=ran.bytes_in_beside,
-        device_peak_bytes=ran.reserved_bytes, **changes,
+        device_peak_bytes=ran.reserved_bytes, escaped=0, unmanaged=0, logged={}, peak_rss_bytes=0, working_bytes=0,
     )  # fmt: skip
 
 

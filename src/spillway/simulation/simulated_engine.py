@@ -17,7 +17,6 @@ What the tensor engine only expects of an op's size is exact here.
 
 from __future__ import annotations
 
-import contextlib
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -352,8 +351,12 @@ class _Run:
         if self._ready(reads, written) and controller.budget.short(call.needed) <= 0:
             self._complete(call, reads, written)
         else:
-            with self._prepared(call, reads, written):
+            controller.prepare(call.op.name, reads, written, call.needed)
+            try:
                 self._complete(call, reads, written)
+            finally:
+                controller.finish(reads, written)
+                self._note_pressure()
         if self._following is not None:
             self._following.after_op(self._named(call.creates))
         self._attend(call.op)
@@ -383,15 +386,6 @@ class _Run:
         if any(value.absent for value in reads):
             return False
         return not any(value.absent or value.dependents for value in map(_current, writes))
-
-    @contextlib.contextmanager
-    def _prepared(self, call: _Call, reads: list[Value], writes: list[Storage]) -> Iterator[None]:
-        self._controller.prepare(call.op.name, reads, writes, call.needed)
-        try:
-            yield
-        finally:
-            self._controller.finish(reads, writes)
-            self._note_pressure()
 
     def _complete(self, call: _Call, reads: list[Value], writes: list[Storage]) -> None:
         """The op runs: it writes, it creates, and there is a recipe."""

@@ -51,11 +51,6 @@ class SweepProblem:
     """By which they are modelled, and how far such seconds were from measured ones; None where they were measured."""
 
     @property
-    def plain_range(self) -> Range | None:
-        """Seconds of the plain step, 80 % of steps between; None where they were measured."""
-        return None if self.efficiency is None else times(self.plain_seconds, self.efficiency.step_spread)
-
-    @property
     def plain_peak(self) -> Bytes:
         """What the plain step needs."""
         return self.step.plain_peak()
@@ -126,8 +121,7 @@ class Failure:
     """A whole sentence."""
 
     def __str__(self) -> str:
-        what = "The lower bound" if self.method is None else f"{self.method}"
-        return f"{what} under {format_bytes(self.budget_bytes)}: {self.why}"
+        return f"{self.method or 'The lower bound'} under {format_bytes(self.budget_bytes)}: {self.why}"
 
 
 @final
@@ -201,14 +195,14 @@ def overhead_range(overhead: float, by: Efficiency) -> Range:
 
 def spread_sentence(problem: SweepProblem) -> str:
     """How far the figures are to be trusted; empty where the ops' seconds were measured."""
-    ends = problem.plain_range
-    if ends is None or problem.efficiency is None:
+    by, plain = problem.efficiency, problem.plain_seconds
+    if by is None:
         return ""
-    extra = problem.efficiency.extra_spread
+    least, most = map(format_seconds, times(plain, by.step_spread))
     return (
-        f"Of plain steps so modelled 80 % take {format_seconds(ends[0])} to {format_seconds(ends[1])} for these "
-        f"{format_seconds(problem.plain_seconds)}, and of what methods add 80 % lie between {extra[0]:.2f} and "
-        f"{extra[1]:.2f} times what is shown: by steps that were left out of the fit ({problem.efficiency.source})."
+        f"Of plain steps so modelled 80 % take {least} to {most} for these {format_seconds(plain)}, and of what "
+        f"methods add 80 % lie between {by.extra_spread[0]:.2f} and {by.extra_spread[1]:.2f} times what is shown: by "
+        f"steps that were left out of the fit ({by.source})."
     )
 
 
