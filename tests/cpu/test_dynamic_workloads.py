@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from dataclasses import replace
-from itertools import islice
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from spillway.cli import main
 from spillway.errors import UsageError, WorkloadError
 from spillway.pilots.architecture import Architecture
 from spillway.pilots.sample_files import read_samples
-from spillway.workloads import stdlib_trees
+from spillway.workloads import recorded, stdlib_trees
 from spillway.workloads.dynamic.gates import Gate
 from spillway.workloads.dynamic.tree_batches import children_of, inner_nodes, nodes_of_cells
 from spillway.workloads.dynamic.tree_batches import sizes as sizes_of_trees
@@ -135,6 +135,13 @@ def test_a_gate_that_does_not_train_keeps_its_threshold() -> None:
     gate.train()
     gate(torch.randn(3, 4))
     assert float(gate.threshold) != 0
+
+
+def test_no_more_samples_are_recorded_than_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = small("var-lstm")
+    endless = replace(given, batches=lambda steps: cycle(given.batches(2)))
+    monkeypatch.setattr(recorded, "get", lambda name, **options: endless)
+    assert len(record_samples("var-lstm", steps=3, frozen=True).samples) == 3
 
 
 def test_a_frozen_network_stays_as_it_is() -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Iterator, Mapping
-from itertools import chain, islice, pairwise
+from itertools import chain, islice, pairwise, repeat
 from pathlib import Path
 
 import numpy
@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from spillway.errors import WorkloadError
+from spillway.subprocess_runs import child
+from spillway.subprocess_runs.run import RunRequest
 from spillway.workloads import WORKLOADS, Batch, Workload, deep_narrow, get, published, resnet, stdlib_text
 from spillway.workloads.stdlib_text import BEGIN, END, PAD, clipped, padded
 from tests.cpu.dynamic_networks import SMALL_DYNAMIC
@@ -113,6 +115,18 @@ def test_training_lowers_the_loss_on_a_batch_that_comes_again(name: str) -> None
     losses = [float(workload.train_step(batch)) for _ in range(12)]
     # Each side of the GAN undoes some of what the other has won.
     assert losses[-1] < losses[0] - (0.001 if name == "unrolled-gan" else 0.1)
+
+
+def test_a_run_has_as_many_steps_as_it_was_asked_for_however_many_batches_there_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    endless = Workload(
+        name="endless", model=nn.Linear(1, 1), optimizers=(), batches=lambda steps: repeat((torch.ones(1),)),
+        loss=lambda model, batch: torch.zeros(()),
+    )  # fmt: skip
+    monkeypatch.setattr(child, "get", lambda name, seed: endless)
+    request = RunRequest(workload="endless", seed=0, steps=3, method=None, budget_bytes=None)
+    assert len(child._batches(request)) == 3
 
 
 def test_a_step_runs_the_loss_backward_every_optimizer_and_clears_the_gradients() -> None:
@@ -374,6 +388,11 @@ def test_an_unknown_option_of_a_known_workload_is_named() -> None:
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     assert f"no file {tmp_path}/absent.py" in refusal(f"{tmp_path}/absent.py:build")
+
+
+@pytest.mark.parametrize("file", ["~nobody-of-that-name/absent.py", f"{'long' * 100}.py"])
+def test_a_file_that_the_system_does_not_look_for_is_named(file: str) -> None:
+    assert f"no file {file}" in refusal(f"{file}:build")
 
 
 def test_a_folder_is_no_file(tmp_path: Path) -> None:

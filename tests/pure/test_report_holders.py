@@ -11,7 +11,7 @@ from spillway.ir import Change, Event, Kind, Origin, StepReport, StorageLine, Ti
 from spillway.report.charts import COLUMNS, draw, draw_steps
 from spillway.report.holders import NO_MODULE, at_peak, largest_at
 from spillway.report.html import render
-from tests.pure.spans import LANES, told_by
+from tests.pure.spans import LANES, again, op, told_by
 from tests.pure.test_report_html import HEADER, STEP
 
 SIZES = {0: 8, 1: 16, 2: 16, 3: 30, 4: 4, 5: 6}
@@ -47,6 +47,12 @@ def test_storages_of_one_origin_are_taken_together_and_modules_of_a_list_too() -
         (6, 1, "optimizer state", "layers.0", "", ""),
         (4, 1, "activation", NO_MODULE, "add", "train.py:9"),
     ]
+
+
+def test_the_op_at_the_peak_is_the_one_that_ran_and_not_what_ran_again_for_it() -> None:
+    clocked = replace(TIMELINE, spans=(again(2, 0.0, 1.0),))
+    assert at_peak(clocked).name == ""  # type: ignore[union-attr]
+    assert at_peak(replace(clocked, spans=(*clocked.spans, op(2, 0.0, 2.0)))).name == "mm"  # type: ignore[union-attr]
 
 
 def test_by_module_every_module_stands_alone_with_all_kinds() -> None:

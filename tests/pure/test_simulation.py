@@ -49,6 +49,8 @@ def test_ops_take_the_devices_seconds_unless_the_measured_ones_are_wanted() -> N
 def test_what_makes_no_sense_is_refused_in_a_sentence() -> None:
     with pytest.raises(UnknownMethodError, match="no method 'best'; choose one of auto, checkmate, checkpoint, delta"):
         spillway.simulate(STEP, "0.5x", "best")
+    with pytest.raises(UnknownMethodError, match="no method 5; choose one of"):
+        spillway.simulate(STEP, "0.5x", 5)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="no device 'abacus'"):
         spillway.simulate(STEP, "0.5x", "lru", "abacus")
     with pytest.raises(BudgetError, match="more than 0 and at most 1"):

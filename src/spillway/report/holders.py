@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final, final
 
+from spillway.ir.spans import Work
 from spillway.ir.timeline import Kind, Origin, StorageLine, Timeline
 from spillway.units import Bytes, format_bytes
 
@@ -63,7 +64,7 @@ def at_peak(timeline: Timeline) -> AtPeak | None:
     totals = [nbytes for _, nbytes in timeline.resident()]
     op = max(range(len(totals)), key=totals.__getitem__)
     lines = timeline.present_at([op])[op]
-    name = next((span.name for span in timeline.spans if span.op == op and span.name), "")
+    name = next((span.name for span in timeline.spans if span.op == op and span.work is Work.OP), "")
     return AtPeak(
         op=op, name=short_op(name), nbytes=totals[op],
         by_module=_grouped(timeline, lines, lambda kind, module, op, line: module),

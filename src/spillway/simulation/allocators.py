@@ -27,7 +27,7 @@ class AbstractAllocator(ABC):
 
     @abstractmethod
     def allocate(self, nbytes: Bytes) -> Any:
-        """A token for so many bytes, never None. Raises DeviceFullError if they do not fit, with nothing changed."""
+        """A token for so many bytes, never None. Raises DeviceFullError if they do not fit; what is in use stays so."""
 
     @abstractmethod
     def free(self, token: Any) -> None:

@@ -94,7 +94,7 @@ def simulate(
         BudgetInfeasible: A planner has no plan for so little.
     """
     found, on = step_of(step), device_of(device)
-    chosen = method_named(method) if isinstance(method, str) else method
+    chosen = method if isinstance(method, AbstractPolicy | AbstractPlanner | Plan) else method_named(method)
     return simulate_step(
         with_seconds(found, on, measured=measured), method=chosen, device=on, allocator=allocator, tier=tier,
         allowed=budget_of_peak(budget, found.plain_peak(), on.memory), steps=steps,

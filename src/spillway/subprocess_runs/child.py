@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from itertools import islice
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -44,7 +45,7 @@ def _batches(request: RunRequest) -> list[Batch]:
     """All input of the run, made before memory is measured; the model that comes with it is given up again."""
     workload = get(request.workload, seed=request.seed)
     with told(f"Making the batches of the workload {request.workload}"):
-        batches = list(workload.batches(request.steps))
+        batches = list(islice(workload.batches(request.steps), request.steps))
     if not batches:
         raise WorkloadError(f"The workload {request.workload} has no batches.")
     return batches

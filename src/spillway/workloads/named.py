@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import os
 import sys
 import sysconfig
 import traceback
@@ -48,8 +49,8 @@ def get(name_or_file: str, *, seed: int = 0, **options: object) -> Workload:
         )
     if not file or not function.isidentifier():
         raise WorkloadError(f"{name_or_file!r} is not a workload's file and function; write path/to/file.py:function.")
-    path = Path(file).expanduser()
-    if not path.is_file():
+    path = Path(os.path.expanduser(file))
+    if not os.path.isfile(path):  # false where the system does not say, too
         raise WorkloadError(f"There is no file {file} to load a workload from.")
     entry = str(path.parent.resolve())
     sys.path.insert(0, entry)

@@ -7,6 +7,7 @@ import platform
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
+from itertools import islice
 from typing import Any, final
 
 import numpy as np
@@ -160,7 +161,7 @@ def record_samples(
         built = get(workload, seed=seed, **options)
         recorder, samples = PathRecorder(built), []
         built.model.train(not frozen)
-        for batch in built.batches(steps):
+        for batch in islice(built.batches(steps), steps):
             samples.append(recorder.sample(batch, update=not frozen))
             if tell is not None:
                 tell(len(samples))
