@@ -58,7 +58,7 @@ def parse_budget(value: int | str, device_bytes: Bytes) -> Bytes:
 
     Raises BudgetError if it cannot be read, is not positive, or exceeds `device_bytes`.
     """
-    text = repr(value) if isinstance(value, float) else value
+    text = str(value) if isinstance(value, float) else value  # of a float of NumPy, repr says more than the number
     share = _SHARE.fullmatch(text.strip()) if isinstance(text, str) else None
     given = reprlib.repr(value)
     part = Fraction(share["number"]) if share is not None else Fraction(0)
@@ -85,8 +85,7 @@ def budget_of_peak(budget: int | float | str, plain_peak: Bytes, device_bytes: B
     """
     if not isinstance(budget, float | str):
         return _whole_budget(Fraction(parse_bytes(budget)), budget)
-    text = repr(budget) if isinstance(budget, float) else budget
-    return _whole_budget(_budget(text, plain_peak, device_bytes), budget)
+    return _whole_budget(_budget(str(budget), plain_peak, device_bytes), budget)
 
 
 def parse_budgets(text: str, plain_peak: Bytes, device_bytes: Bytes) -> list[Bytes]:
@@ -157,8 +156,8 @@ def _budget(text: str, plain_peak: Bytes, device_bytes: Bytes) -> Fraction:
         return Fraction(parse_bytes(text))
     except BudgetError:
         raise BudgetError(
-            f"{text!r} is no budget; write for example '0.5x' (of the plain peak), '80%' (of the device's memory) or "
-            f"'6GiB'."
+            f"{reprlib.repr(text)} is no budget; write for example '0.5x' (of the plain peak), '80%' (of the device's "
+            f"memory) or '6GiB'."
         ) from None
 
 
