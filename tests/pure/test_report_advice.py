@@ -219,6 +219,13 @@ def test_what_cannot_be_drawn_is_left_out() -> None:
     assert figures.gain(swept, styles_of(["b"]), "s") is None
 
 
+def test_a_method_that_saves_memory_and_loses_nothing_is_drawn_where_no_time_is_fixed() -> None:
+    plain, saving = (Cost(alpha=alpha, beta=0, gamma=0.25, delta=0) for alpha in (2e8, 1e8))
+    page = page_of([answer(plain=plain, checkpoint=saving)])
+    assert "checkpoint has inf times the point" in page
+    assert " nan " not in page
+
+
 def test_many_bars_are_the_smallest_and_the_largest_batch_of_each_method() -> None:
     kinds = {(method, size): {"other": size} for method in ("a", "b") for size in range(1, 31)}
     assert list(figures._fewer(kinds)) == [("a", 1), ("a", 30), ("b", 1), ("b", 30)]

@@ -291,7 +291,7 @@ def _draw_fits(fitted: Sequence[tuple[Row, Fitted]], styles: Mapping[str, Style]
 
 def scores(rows: Sequence[Row], styles: Mapping[str, Style], name: str) -> Picture | None:
     """Throughput over plain against score over point: right of 1 a method is said to pay, above 1 it does (Fig. 10)."""
-    placed = [(row, row.score / row.point, *_gains(row, rows)) for row in rows if row.score is not None and row.point]
+    placed = [(row, row.times_point, *_gains(row, rows)) for row in rows if row.times_point is not None]
     placed = [one for one in placed if one[2] is not None or one[3] is not None]
     if not placed:
         return None

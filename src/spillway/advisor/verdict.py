@@ -135,6 +135,13 @@ class Row:
         return self.method == plain_name(self.experiment)
 
     @property
+    def times_point(self) -> float | None:
+        """The score as a multiple of the point, as the paper draws it: infinite where the score is."""
+        if self.score is None or not self.point:
+            return None
+        return self.score / self.point if self.score < inf else inf
+
+    @property
     def taken(self) -> Best | None:
         """What to train at with this method: as predicted, unless a smaller batch was seen to be faster."""
         return self.smaller if _goes_against(self.smaller, self.predicted) else self.predicted
@@ -403,8 +410,8 @@ def cells(row: Row, times: float | None, digits: int = 3) -> dict[str, str]:
             "R of memory": "" if memory.r is None else f"{memory.r:.{digits}f}",
             "R of time": "" if time.r is None else f"{time.r:.{digits}f}",
         }  # fmt: skip
-    if row.score is not None and row.point:  # as the paper draws it
-        told["score/point"] = f"{row.score / row.point:.3f}" if row.score < inf else "inf"
+    if row.times_point is not None:
+        told["score/point"] = f"{row.times_point:.3f}"
     if row.predicted is not None:
         ends = throughput_range(row)
         between = "" if ends is None else f" ({ends[0]:.3g} to {ends[1]:.3g})"
