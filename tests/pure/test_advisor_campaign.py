@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -254,6 +255,17 @@ def test_the_cache_stands_where_the_standard_says(tmp_path: Path, monkeypatch: p
     assert cache_file(KEY) != cache_file(KEY | {"torch": "10"})
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     assert cache_file(KEY).is_absolute()
+
+
+def test_for_a_user_without_a_home_nothing_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as where neither HOME nor the system says
+    made = bench(plain=line(MB, MB))
+    for _ in range(2):
+        assert remembering(made, cache_file(KEY)).measure("plain", 1).peak == 2 * MB
+    assert made.asked == 2 * [("plain", 1)]
+    assert not [*tmp_path.iterdir()]
 
 
 # ------------------------------------------------------------------ what follows

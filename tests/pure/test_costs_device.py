@@ -109,6 +109,11 @@ def test_a_device_in_a_file_comes_back_as_it_was(tmp_path: Path) -> None:
     assert [found.name for found in tmp_path.iterdir()] == ["lab.json"]
 
 
+def test_a_home_that_nobody_has_is_no_file() -> None:
+    with pytest.raises(UsageError, match=re.escape("There is no file ~nobody-at-all/lab.json")):
+        device_of("~nobody-at-all/lab.json")
+
+
 def changed(path: Path, **changes: Any) -> None:
     document = json.loads(path.read_text("utf-8"))
     for key, value in changes.items():

@@ -22,6 +22,7 @@ from typing import Any, Final, Self, final
 from spillway.advisor.bench import AbstractBench, Trial
 from spillway.advisor.ways import way_of
 from spillway.errors import FileFormatError, SpillwayError, TrialError
+from spillway.internals.user_cache import user_cache
 from spillway.ir.reading import document, lines_of, opened, read_fields
 from spillway.processes import ONE_THREAD, Talk, how_it_ended, talking
 from spillway.units import Bytes
@@ -91,7 +92,7 @@ class RealBench(AbstractBench):
 
         Of a user's file its text counts, and not what it imports. Of the machine's name a digest is kept.
         """
-        path = Path(self.name.rpartition(":")[0]).expanduser()
+        path = Path(os.path.expanduser(self.name.rpartition(":")[0]))
         content = sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
         return {"machine": machine(), **self._request, "file": content}
 
@@ -155,11 +156,9 @@ def machine() -> dict[str, Any]:
 
 
 def cache_file(key: Mapping[str, Any]) -> Path:
-    """Where trials of this key are kept. A relative XDG_CACHE_HOME is ignored, as its standard has it."""
-    home = os.environ.get("XDG_CACHE_HOME", "")
-    folder = Path(home) if os.path.isabs(home) else Path("~/.cache").expanduser()
+    """Where trials of this key are kept."""
     digest = sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
-    return folder / "spillway" / f"advise-{digest}.jsonl"
+    return user_cache() / f"advise-{digest}.jsonl"
 
 
 @final

@@ -26,6 +26,7 @@ from spillway.calibration.watching import measure_watching
 from spillway.costs.device import HERE, Device
 from spillway.costs.device_files import read_device, write_device
 from spillway.errors import FileFormatError
+from spillway.internals.user_cache import user_cache
 from spillway.tiers.disk import DiskTier
 from spillway.tiers.speed import Speed, disk_speed, tier_speed
 from spillway.units import Bytes, MiB, Seconds
@@ -78,11 +79,8 @@ def measure(directory: Path) -> Device:
 
 def _cache(key: Mapping[str, Any]) -> Path:
     """A file for every key, so that two processes that measure at a time do not lose each other's figures."""
-    home = os.environ.get("XDG_CACHE_HOME", "")
-    # The standard says that a path that is not absolute is to be ignored.
-    folder = Path(home) if os.path.isabs(home) else Path("~/.cache").expanduser()
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
-    return folder / "spillway" / f"machine-{digest}.json"
+    return user_cache() / f"machine-{digest}.json"
 
 
 def _key(directory: Path) -> Mapping[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from spillway.costs.device import DEVICES, HERE, Device
@@ -26,7 +27,7 @@ def device_of(name: str | Device) -> Device:
     if not name.lower().endswith(".json"):
         choices = ", ".join((HERE, *DEVICES))
         raise UsageError(f"There is no device {name!r}; choose one of {choices}, or a device's .json file.")
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))  # as it is, where nobody has that name
     if not path.is_file():
         raise UsageError(f"There is no file {path} to read a device from.")
     try:

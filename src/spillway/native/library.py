@@ -21,6 +21,7 @@ from typing import Any, Final, final
 import torch
 
 from spillway.errors import NativeError
+from spillway.internals.user_cache import user_cache
 
 
 @final
@@ -58,14 +59,12 @@ def compiler() -> str | None:
 
 def library_path(part: Part = ARENA) -> Path:
     """Where the library for this torch, on this processor, from these sources belongs."""
-    home = os.environ.get("XDG_CACHE_HOME", "")
-    folder = Path(home) if os.path.isabs(home) else Path("~/.cache").expanduser()
     sources = (Path(__file__).with_name(source).read_text("utf-8") for source in part.sources)
     python = sys.implementation.cache_tag if part.for_python else ""
     made_of = (*sources, torch.__version__, str(torch._C._GLIBCXX_USE_CXX11_ABI), *FLAGS, python)
     digest = hashlib.sha256("\0".join(made_of).encode()).hexdigest()[:16]
     name = f"{part.name}-torch-{torch.__version__}-{platform.machine()}-{digest}.so"
-    return folder / "spillway" / "native" / name
+    return user_cache() / "native" / name
 
 
 def build(part: Part = ARENA) -> Path:
