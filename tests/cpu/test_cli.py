@@ -19,7 +19,9 @@ import pytest
 from torch import nn
 
 from spillway import __version__, manage, workloads
+from spillway.advisor.real import RealBench
 from spillway.cli import common, demo, main
+from spillway.errors import WorkloadError
 from spillway.ir import RunWriter, read_run
 from spillway.tiers.disk import DiskTier
 from tests.shared import HANGS, without_page
@@ -276,6 +278,33 @@ def test_a_file_that_may_be_written_is_not_there_before_it_is(spillway: Command,
     assert [path.name for path in tmp_path.iterdir()] == ["workloads.py"]
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        "simulate a.jsonl --budget 0.5x -o a.jsonl", "simulate a.jsonl --budget 0.5x --device b.json -o b.json",
+        "plan a.jsonl --budget 0.5x --method swap -o a.jsonl", "compare a.jsonl -o a.jsonl",
+        "compare logs.zip:unet --png logs.zip", "compare a.jsonl -o new --png new", "advise --from m.csv -o m.csv",
+        "advise a.py:build --write a.py", "train a.py:build --budget none --run-file a.py",
+        "train stdlib-lm --budget none --run-file new --output new", "record a.py:build -o a.py", "fit -o a.py a.py",
+        "pilot train samples.gz -o samples.gz", "pilot record a.py:build -o a.py",
+    ],
+)  # fmt: skip
+def test_no_verb_replaces_what_it_reads_or_writes_besides(spillway: Command, command: str) -> None:
+    for name in ("a.jsonl", "b.json", "a.py", "m.csv", "logs.zip", "samples.gz"):
+        Path(name).write_text("hours of work")
+    assert " cannot be written: this command " in sentence(spillway(*command.split()))
+    assert all(path.read_text() == "hours of work" for path in Path().glob("[abmls]*.[jpcgz]*"))
+    assert not Path("new").exists()
+
+
+def test_a_place_that_leads_nowhere_is_told_in_a_sentence(spillway: Command) -> None:
+    Path("loop").symlink_to("loop")
+    assert sentence(spillway("report", "loop")) == "loop: Too many levels of symbolic links."
+    with pytest.raises(WorkloadError, match="no file ~nobody/x.py"):
+        workloads.get("~nobody/x.py:f")
+    assert RealBench("~nobody/x.py:f", options={}, seed=0, output=print).key()["file"] == ""
+
+
 MEASURED = """hardware,network,algorithm,batch_size,batch_time_s,peak_mb
 a card,net,exact,2,0.22,1400
 a card,net,exact,4,0.24,1800
@@ -469,7 +498,8 @@ def test_what_is_no_run_file_is_refused_in_a_sentence(spillway: Command) -> None
 
 def test_a_page_never_replaces_its_run_file(spillway: Command) -> None:
     RunWriter("run.html", {}).close()
-    assert "would replace the run file run.html" in sentence(spillway("report", "run.html"))
+    told = "run.html cannot be written: this command reads run.html; choose another place."
+    assert sentence(spillway("report", "run.html")) == told
     assert read_run("run.html").steps == []
 
 
@@ -484,8 +514,12 @@ def test_a_trace_of_a_run_without_lanes_is_refused_before_anything_is_written(sp
 
 def test_a_trace_replaces_neither_its_run_file_nor_the_page(spillway: Command) -> None:
     RunWriter("run.jsonl", {}).close()
-    assert "would replace the run file" in sentence(spillway("report", "run.jsonl", "--perfetto", "run.jsonl"))
-    assert "would replace the page" in sentence(spillway("report", "run.jsonl", "--perfetto", "run.html"))
+    Path("link.jsonl").symlink_to("run.jsonl")
+    for place in ("run.jsonl", "link.jsonl"):
+        told = f"{place} cannot be written: this command reads run.jsonl; choose another place."
+        assert sentence(spillway("report", "run.jsonl", "--perfetto", place)) == told
+    told = "run.html cannot be written: this command writes run.html too; choose another place."
+    assert sentence(spillway("report", "run.jsonl", "--perfetto", "run.html")) == told
     assert read_run("run.jsonl").steps == []
 
 

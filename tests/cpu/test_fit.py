@@ -319,6 +319,7 @@ def test_a_refusal_is_in_the_json_and_has_a_page(tmp_path: Path) -> None:
     [
         (("nowhere.py",), "nowhere.py: No such file or directory."),
         (("-m", "nowhere.at.all"), "There is no module nowhere.at.all to run: -m takes what python -m takes, "),
+        (("-m", ".nowhere"), "There is no module .nowhere to run: -m takes what python -m takes, "),
         (("--budget", "lots", "nowhere.py"), "'lots' is not a number of bytes"),
         (("--method", "best", "nowhere.py"), "There is no method 'best'; choose one of auto, "),
         (("-o", "no/page.html", "nowhere.py"), "no/page.html cannot be written: there is no directory no."),

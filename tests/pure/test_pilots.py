@@ -598,6 +598,25 @@ def test_a_pilot_is_trained_and_shown(kind: str, samples_file: Path, capsys: pyt
     assert f"{kind} pilot of gated (transformer), 16 wide: 4 decisions" in out
 
 
+@pytest.mark.parametrize("option", ["--room", "--device"])
+def test_what_cannot_be_judged_is_refused_before_a_pilot_is_trained(
+    option: str, samples_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pilot = samples_file.with_name("pilot.gz")
+    code, out, err = answer(capsys, "pilot", "train", str(samples_file), "-o", str(pilot), option, "no")
+    assert (code, out) == (1, "")
+    assert "'no'" in err
+    assert not pilot.exists()
+
+
+def test_a_pilot_too_wide_for_this_machine_is_told_in_one_sentence(
+    samples_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pilot, width = samples_file.with_name("pilot.gz"), str(10**13)
+    code, _, err = answer(capsys, "pilot", "train", str(samples_file), "-o", str(pilot), "--width", width)
+    assert (code, err) == (1, f"spillway: There is not enough memory for a pilot whose layers are {width} wide.\n")
+
+
 def test_what_is_no_pilot_is_told_in_one_sentence(samples_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = answer(capsys, "pilot", "show", str(samples_file))
     assert (code, out) == (1, "")

@@ -220,7 +220,7 @@ def advise_(
     exchanged = (devices, gradients, link, latency)
     wanted = _Wanted(memory=memory, small_batches=small_batches, devices=exchanged, output=output, json=json)
     wanted.limit(None if measurements is not None else usable_memory())  # what is wrong with it is said now
-    check_writable(output)
+    check_writable(output, write, read=[one for one in (workload, measurements, simulate) if one is not None])
     if output is not None:
         check_drawing("the page", "--output the table and --json need")
     if measurements is not None:
@@ -234,7 +234,6 @@ def advise_(
     if workload is None:
         raise UsageError("Name a workload to measure, or give measurements with --from measurements.csv.")
     wanted.exchange(known=0)  # what is wrong with it is said now
-    check_writable(write)
     names = DEFAULT if methods is None else [name.strip() for name in methods.split(",") if name.strip()]
     wanted = replace(
         wanted, methods=[way.name for way in chosen(names, lossless=lossless)], verify=verify,

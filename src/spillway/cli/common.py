@@ -6,7 +6,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
@@ -89,10 +89,21 @@ def tell_shares(budgets: str, of: str, nbytes: Bytes) -> None:
         )
 
 
-def check_writable(path: Path | None) -> None:
-    """Refuse now what could not be written after minutes of work. Raises SpillwayError."""
-    if path is None:
-        return
+def check_writable(*written: Path | None, read: Iterable[Path | str] = ()) -> None:
+    """Refuse now what could not be written after minutes of work, and what would replace a file that is written too, or
+    one that is read: by its name, as `logs.zip:NAME` or as `file.py:function`. Raises SpillwayError."""
+    names = [name for one in read for name in (str(one), str(one).rpartition(":")[0])]
+    taken = {os.path.realpath(name): f"reads {name}" for name in names if os.path.isfile(name)}
+    for path in filter(None, written):
+        place = os.path.realpath(path)
+        if place in taken:
+            raise SpillwayError(f"{path} cannot be written: this command {taken[place]}; choose another place.")
+        _check_place(path)
+        if path.is_file() or not path.exists():  # what is a device or a pipe takes both
+            taken[place] = f"writes {path} too"
+
+
+def _check_place(path: Path) -> None:
     folder = path.parent
     try:
         if path.is_dir():

@@ -72,8 +72,7 @@ def compare_(
     exit code 1 if a row could not be worked out.
     """
     names = parse_methods(methods)
-    for path in (output, png):
-        check_writable(path)
+    check_writable(output, png, read=[step, device])
     if output is not None or png is not None:
         check_drawing()
     recorded = read_recorded(step)

@@ -65,7 +65,7 @@ def demo(
     """
     resolve(method)
     check_writable(output)
-    check_writable(page_by_size(output))
+    check_writable(page_by_size(output))  # which a directory has none of
     there, wanted = usable_memory(), [text.strip() for text in budgets.split(",")]
     for text in wanted:
         if budget_of_peak(text, there, there) > there:  # What makes no sense is refused before minutes are spent.

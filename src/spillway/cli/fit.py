@@ -68,7 +68,7 @@ def fit(
     resolve(method)
     if budget is not None:
         parse_budget(budget, NO_BUDGET)  # what makes no sense is refused before the script begins
-    check_writable(output)
+    check_writable(output, read=[] if module else [script])
     program = None if module else _script(script)
     # Of the processes that torchrun or Lightning begins, one tells for all.
     first = all(os.environ.get(name, "0") == "0" for name in ("RANK", "LOCAL_RANK"))
@@ -262,7 +262,7 @@ def _module(name: str) -> _Program:
     """The module, or of a package its `__main__`. Packages around it are imported."""
     sys.path[0] = os.getcwd()
     try:
-        spec = importlib.util.find_spec(name)
+        spec = None if name.startswith(".") else importlib.util.find_spec(name)
         if spec is not None and spec.submodule_search_locations is not None:
             spec = importlib.util.find_spec(f"{name}.__main__")
     except ModuleNotFoundError as error:

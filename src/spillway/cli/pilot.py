@@ -13,6 +13,7 @@ from rich.table import Table
 from spillway.budgets import budget_of_peak
 from spillway.calibration.named_device import device_of
 from spillway.cli.common import Json, Seed, check_writable, naming, print_json, to_print, to_terminal
+from spillway.costs.device import Device
 from spillway.errors import SpillwayError, UsageError
 from spillway.pilots.decisions import DecisionPilot
 from spillway.pilots.pilot_files import SavedPilot, TrainedPilot, read_pilot, renumbered, write_pilot
@@ -21,13 +22,13 @@ from spillway.pilots.referee import Referee, modelled_seconds
 from spillway.pilots.sample_files import RecordedSamples, read_samples, write_samples
 from spillway.pilots.simple_pilots import taught
 from spillway.pilots.ten_vectors import PublishedPilot, touches_of
-from spillway.units import format_bytes, format_seconds
+from spillway.units import Bytes, format_bytes, format_seconds
 
 app: Final = typer.Typer(
     help="Train a pilot of a dynamic network ahead of its runs, or show one.", no_args_is_help=True
 )
 
-Device = Annotated[str, typer.Option(help="The device on which fetches ahead are judged.")]
+OnDevice = Annotated[str, typer.Option(help="The device on which fetches ahead are judged.")]
 Room = Annotated[
     str, typer.Option(help="Of it for parameters: bytes, 1GiB; a share of all parameters, 0.25x; of the device, 50%.")
 ]
@@ -47,7 +48,7 @@ def record(
     from spillway.workloads.named import told
     from spillway.workloads.recorded import record_samples
 
-    check_writable(output)
+    check_writable(output, read=[workload])
     with told(f"A step of the workload {workload}"), redirect_stdout(sys.stderr), to_terminal().status("") as status:
         recorded = record_samples(
             workload, steps=steps, frozen=frozen, seed=seed,
@@ -89,37 +90,36 @@ def train(
             help="For the blocks of `published`: bytes; a share of what a forward uses, 0.5x; of the device, 50%."
         ),
     ] = "0.5",
-    device: Device = "rtx6000",
+    device: OnDevice = "rtx6000",
     room: Room = "0.25",
     seed: Seed = 0,
     json: Json = False,
 ) -> None:
     """Train a pilot on the first three quarters of the samples, and judge it by the rest."""
-    check_writable(output)
+    check_writable(output, read=[samples, device])
     recorded = _read(samples)
     learned, _ = recorded.parted()
     if not learned:
-        raise SpillwayError(f"{samples} holds {len(recorded.samples)} samples, too few to learn from.")
+        raise SpillwayError(f"{samples} holds too few samples to learn from: {len(recorded.samples)}.")
+    on, room_bytes = _place(recorded, device, room)
     program = Program(recorded.architecture)
     made: TrainedPilot
     if pilot == "decisions":
         made = DecisionPilot(program, width=width, seed=seed)
     else:
         largest = max(int(touches_of(program, one).nbytes.sum()) for one in learned[:: max(len(learned) // 16, 1)])
-        made = PublishedPilot(
-            program, allowed=budget_of_peak(budget, largest, device_of(device).memory), width=width, seed=seed
-        )
-    facts = {
-        "samples": len(learned),
-        "epochs": made.fit(learned, epochs=epochs),
-        "seed": seed,
-        "recorded": dict(recorded.facts),
-    }
+        allowed = budget_of_peak(budget, largest, on.memory)
+        made = PublishedPilot(program, allowed=allowed, width=width, seed=seed)
+    try:
+        taken = made.fit(learned, epochs=epochs)
+    except MemoryError as error:
+        raise SpillwayError(f"There is not enough memory for a pilot whose layers are {width} wide.") from error
+    facts = {"samples": len(learned), "epochs": taken, "seed": seed, "recorded": dict(recorded.facts)}
     saved = SavedPilot(pilot=made, facts=facts)
     with naming(output):
         write_pilot(output, saved)
     document = {"pilot_file": str(output), **_facts(saved)}
-    _print(document, _judged(made, recorded, device, room), json=json)
+    _print(document, _judged(made, recorded, on, room_bytes), json=json)
 
 
 @app.command()
@@ -129,7 +129,7 @@ def show(
     samples: Annotated[
         Path | None, typer.Option(help="Judge it by the last quarter of these samples.", show_default=False)
     ] = None,
-    device: Device = "rtx6000",
+    device: OnDevice = "rtx6000",
     room: Room = "0.25",
     architecture: Annotated[
         bool, typer.Option("--architecture", help="Print the network as it was seen, with its decision rows.")
@@ -150,13 +150,11 @@ def show(
         return
     known = saved.pilot.program.architecture
     try:
-        moved = RecordedSamples(
-            architecture=known, samples=tuple(renumbered(recorded, known)), facts=recorded.facts
-        )  # fmt: skip
+        moved = RecordedSamples(architecture=known, samples=tuple(renumbered(recorded, known)), facts=recorded.facts)
     except ValueError as error:
         raise UsageError(f"{pilot} cannot be judged by {samples}: {error}.") from None
     saved.pilot.program.follow()
-    _print(document, _judged(saved.pilot, moved, device, room), json=json)
+    _print(document, _judged(saved.pilot, moved, *_place(moved, device, room)), json=json)
 
 
 def _read(samples: Path) -> RecordedSamples:
@@ -173,19 +171,22 @@ def _facts(saved: SavedPilot) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _judged(pilot: TrainedPilot, recorded: RecordedSamples, device: str, room: str) -> dict[str, Any]:
+def _place(recorded: RecordedSamples, device: str, room: str) -> tuple[Device, Bytes]:
+    """Where fetches ahead are judged, and the room for parameters there."""
+    on = device_of(device)
+    return on, budget_of_peak(room, sum(one.nbytes for one in recorded.architecture.parameters), on.memory)
+
+
+def _judged(pilot: TrainedPilot, recorded: RecordedSamples, on: Device, room: Bytes) -> dict[str, Any]:
     """What the referee says of it among the simple pilots, on samples that none of them has seen."""
-    program, on = pilot.program, device_of(device)
+    program = pilot.program
     learned, later = recorded.parted()
-    whole = sum(one.nbytes for one in recorded.architecture.parameters)
     pilots = [*taught(program, learned), pilot]
-    referee = Referee(program, pilots, device=on, room=budget_of_peak(room, whole, on.memory))
+    referee = Referee(program, pilots, device=on, room=room)
     seconds = modelled_seconds(recorded.architecture, on)
     for sample in later:
         referee.learn(sample, seconds[sample.signatures])
-    return {
-        "device": on.name, "room_bytes": referee.room, "samples": len(later), **referee.told()
-    }  # fmt: skip
+    return {"device": on.name, "room_bytes": room, "samples": len(later), **referee.told()}
 
 
 def _print(document: dict[str, Any], judged: dict[str, Any] | None, *, json: bool) -> None:
@@ -204,9 +205,7 @@ def _print(document: dict[str, Any], judged: dict[str, Any] | None, *, json: boo
     for one in judged["standings"]:
         table.add_row(one["pilot"], f"{one['hit_rate']:.1%}", format_seconds(one["spared_seconds"]), str(one["acted"]))
     console.print(table)
-    stalls, demanded, known = (
-        format_seconds(judged[f"{what}_seconds"]) for what in ("stall", "on_demand", "known")
-    )  # fmt: skip
+    stalls, demanded, known = (format_seconds(judged[f"{what}_seconds"]) for what in ("stall", "on_demand", "known"))
     room = format_bytes(judged["room_bytes"])
     print(f"room for {room} of parameters: {stalls} of stalls, {demanded} on demand, {known} if all were known")
     cost = format_seconds(judged["misprediction_seconds"])

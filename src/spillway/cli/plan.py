@@ -42,7 +42,7 @@ def plan(
     json: Json = False,
 ) -> None:
     """Plan a recorded step: what is gone when, and where it comes back from."""
-    check_writable(output)
+    check_writable(output, read=[step, device])
     planner = planner_named(method)
     problem = problem_of(read_recorded(step), budget=budget, device=device)
     tell_shares(budget, problem.device.name, problem.device.memory)

@@ -27,7 +27,7 @@ def record(
     json: Json = False,
 ) -> None:
     """Record one training step, with its optimizer: what every op reads and makes, and how long everything lives."""
-    check_writable(output)
+    check_writable(output, read=[workload])
     given: dict[str, Any] = {} if batch is None else {"batch": batch}
     given |= {} if length is None else {"length": length}
     began = time.perf_counter()

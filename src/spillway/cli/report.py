@@ -27,12 +27,7 @@ def report(
 ) -> None:
     """Write a self-contained page about a run."""
     page = output or run.parent / f"{run.stem}.html"
-    for path, what, option in ((page, "page", "--output"), (perfetto, "trace", "--perfetto")):
-        if path is not None and path.resolve() == run.resolve():
-            raise SpillwayError(f"The {what} would replace the run file {run}; choose another place with {option}.")
-        check_writable(path)
-    if perfetto is not None and perfetto.resolve() == page.resolve():
-        raise SpillwayError(f"The trace would replace the page {page}; choose another place with --output.")
+    check_writable(page, perfetto, read=[run])
     found = read_figures(run)
     events = 0
     if perfetto is not None:

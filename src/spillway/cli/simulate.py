@@ -45,7 +45,7 @@ def simulate(
     json: Json = False,
 ) -> None:
     """Run a recorded step on paper: seconds, peak, copies and recomputing of a method under a budget."""
-    check_writable(run_file)
+    check_writable(run_file, read=[step, device])
     if tier not in TIERS:
         raise UsageError(f"There is no tier {tier!r}; choose one of {', '.join(TIERS)}.")
     recorded = read_recorded(step)

@@ -62,8 +62,7 @@ def train(
     """
     resolve(method)
     allowed = None if budget == "none" else parse_budget(budget, usable_memory())
-    for path in (run_file, output):
-        check_writable(path)
+    check_writable(run_file, output, read=[workload])
     with TemporaryDirectory(prefix="spillway-") as folder:
         figures = run_file or Path(folder) / "run.jsonl"
         request = RunRequest(
