@@ -300,7 +300,7 @@ def test_no_verb_replaces_what_it_reads_or_writes_besides(spillway: Command, com
 def test_a_place_that_leads_nowhere_is_told_in_a_sentence(spillway: Command) -> None:
     Path("loop").symlink_to("loop")
     assert sentence(spillway("report", "loop")) == "loop: Too many levels of symbolic links."
-    with pytest.raises(WorkloadError, match="no file ~nobody/x.py"):
+    with pytest.raises(WorkloadError, match=r"no file ~nobody/x.py"):
         workloads.get("~nobody/x.py:f")
     assert RealBench("~nobody/x.py:f", options={}, seed=0, output=print).key()["file"] == ""
 

@@ -13,7 +13,7 @@ from spillway.advisor.measurements import MB, Experiment, Samples, read_measurem
 from spillway.advisor.model import Cost
 from spillway.advisor.verdict import Row, advise, as_measured, default_limit, fit, judge, recommended, sentence
 from spillway.cli import main
-from spillway.errors import FileFormatError
+from spillway.errors import FileFormatError, SpillwayError
 from tests.shared import shared, without_page
 
 COLUMNS = "source,hardware,network,algorithm,batch_size,layer_num,hidden_size,ips,batch_time_s,peak_mb,tstamp"
@@ -361,6 +361,19 @@ def spillway(
 
 
 Command = Callable[..., tuple[object, str, str]]
+
+
+def test_the_seed_is_that_of_simulated_steps_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = list[dict[str, Any]]()
+
+    def record(workload: str, **options: Any) -> None:
+        given.append(options)
+        raise SpillwayError("Enough is known.")
+
+    monkeypatch.setattr("spillway.cli.advise.record_workload", record)
+    with pytest.raises(SystemExit):
+        main(["advise", "stdlib-lm", "--simulate", "a100", "--seed", "7", "--length", "16"])
+    assert given == [{"fake": True, "seed": 7, "batch": 2, "length": 16}]
 
 
 def test_json_is_one_list_of_rows(spillway: Command) -> None:

@@ -82,7 +82,7 @@ def test_what_is_no_budget_is_refused_in_a_sentence(text: str, sentence: str) ->
 def test_a_share_may_be_a_number_of_numpy() -> None:
     for share in np.linspace(0.1, 0.9, 9):
         assert budget_of_peak(share, 1000, 20_000) == budget_of_peak(float(share), 1000, 20_000)
-    with pytest.raises(BudgetError, match="is a share of the plain peak, which nobody knows here; .* '50%'"):
+    with pytest.raises(BudgetError, match=r"is a share of the plain peak, which nobody knows here; .* '50%'"):
         parse_budget(np.float64(0.5), 10**9)  # type: ignore[arg-type]
 
 

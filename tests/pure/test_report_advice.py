@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from html.parser import HTMLParser
 from pathlib import Path
@@ -290,6 +292,18 @@ def test_the_verb_writes_a_page_and_says_where(spillway: Command) -> None:
     assert "Gain by number of devices" in page
     code, out, _ = spillway("-o", "page.html", "--json")
     assert (code, len(json.loads(out))) == (0, 4)
+
+
+def test_files_whose_names_are_no_text_are_read_and_named(
+    spillway: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "m.csv").rename("m\udcff.csv")
+    told = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", told)
+    code, _, err = spillway("--from", "m\udcff.csv", "--output", "page\udcff.html")
+    assert code in (0, None), err
+    assert told.buffer.getvalue().endswith(b"page\\udcff.html\n")  # type: ignore[attr-defined]
+    assert "m\\udcff.csv" in Path("page\udcff.html").read_text("utf-8")
 
 
 def test_several_devices_are_a_table_and_rows_for_programs(spillway: Command) -> None:

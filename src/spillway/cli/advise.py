@@ -197,7 +197,7 @@ class _Wanted:
         sweeps = [*sweeps_of(answers), *swept]
         with naming(self.output):
             page = advice_page(answers, title=title, facts=told, kinds=kinds, sweeps=sweeps)
-            self.output.write_text(page, encoding="utf-8")
+            self.output.write_text(page, encoding="utf-8", errors="backslashreplace")  # as names of files may need
         if not self.json:
             print(self.output)
 
@@ -248,7 +248,7 @@ def advise_(
         options = {name: value for name, value in shape.items() if value is not None}
         tried = (
             _measured(workload, options, seed, console, device, longest=seconds / (STEPS + AROUND), fresh=fresh)
-            if simulate is None else _simulated(workload, options, simulate, device, fresh=fresh)
+            if simulate is None else _simulated(workload, options, seed, simulate, device, fresh=fresh)
         )  # fmt: skip
         with tried as setting:
             every.append(find_out(setting, wanted, console, layers=str(depth or ""), hidden=str(wide or "")))
@@ -353,13 +353,13 @@ def _measured(
 
 @contextmanager
 def _simulated(
-    workload: str, options: Mapping[str, Any], simulated: str, device: str | None, *, fresh: bool
+    workload: str, options: Mapping[str, Any], seed: int, simulated: str, device: str | None, *, fresh: bool
 ) -> Iterator[_Setting]:
     """On paper, a device by its name or file."""
     _check_not_given("--simulate measures nothing", {"--device": device, "--fresh": fresh})
 
     def recorded(size: int) -> Step:
-        return record_workload(workload, fake=True, **{**options, "batch": size}).step
+        return record_workload(workload, fake=True, seed=seed, batch=size, **options).step
 
     bench = SimulatedBench(workload, Steps(recorded), device_of(simulated))
     memory = int(OF_GPU * bench.device.memory)

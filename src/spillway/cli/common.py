@@ -156,7 +156,7 @@ def write_page(path: Path, run_file: Path, facts: Mapping[str, Any], run: RunFil
     run = run or read_figures(run_file)
     with naming(path):
         page = render({**run.header, **facts}, run.steps, run.timelines, blocks=run.blocks)
-        path.write_text(page, encoding="utf-8")
+        path.write_text(page, encoding="utf-8", errors="backslashreplace")  # what it names need not be text
     if run.damaged_tail:
         say(to_terminal(), f"The last line of {run_file} is incomplete, as a killed run leaves it, and was left out.")
     return run.steps
