@@ -67,10 +67,10 @@ def parse_budget(value: int | str, device_bytes: Bytes) -> Bytes:
             f"{given} is a share of the plain peak, which nobody knows here; write bytes, as '6GiB', or a share of the "
             f"memory, as '{float(100 * part) if 0 < part < 1 else 80:g}%'."
         )
-    of_device = share is not None and share["unit"]
+    of_device = share is not None and bool(share["unit"])
     if of_device and part > 100:
         raise BudgetError(f"A share of the device's memory is more than 0 and at most 100%, and {given} is not.")
-    budget = int(Fraction(share["number"]) * device_bytes / 100) if share and of_device else parse_bytes(value)
+    budget = int(part * device_bytes / 100) if of_device else parse_bytes(value)
     if budget <= 0:
         raise BudgetError(f"A budget has to be more than 0 bytes, and {given} is not.")
     if budget > device_bytes:

@@ -51,18 +51,17 @@ def advice_page(
         _section(rows, kinds if len(answered) == 1 else {}, own, styles, f"e{number}")
         for number, (rows, own) in enumerate(zip(answered, of_each, strict=True), start=1)
     ]
-    seen = {rows[0].experiment.seen for rows in answers if rows}
+    seen = {rows[0].experiment.seen for rows in answers}
     return template("advice.html.jinja").render(
         title=title, how=seen.pop() if len(seen) == 1 else "", facts=facts, sections=sections,
-        unanswered=[sentence(rows) for rows in answers if rows and rows not in answered],
+        unanswered=[sentence(rows) for rows in answers if rows not in answered],
         sweeps=[_swept(sweep, styles, f"s{number}") for number, sweep in enumerate(rest, start=1)],
         colours=[(colour.variable, *colour) for colour in COLOURS],
     )  # fmt: skip
 
 
 def _is_of(sweep: Sweep, rows: Sequence[Row]) -> bool:
-    first = next((point.rows[0] for point in sweep.points if point.rows), None)
-    return sweep.over == "devices" and first is not None and first.experiment is rows[0].experiment
+    return sweep.over == "devices" and sweep.points[0].rows[0].experiment is rows[0].experiment
 
 
 def _section(

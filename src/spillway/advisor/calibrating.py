@@ -211,9 +211,8 @@ def calibrate(device: Device, where: str, sizes: Sequence[int], tell: Callable[[
                 workload = workload_of(name, size, where, half=half)
                 took = _plain_seconds(workload, where)
                 found.append((record(workload, timed_steps=TIMES - 1).step, took))
-        steps = [step for step, _ in found]
-        pairs = [(work_of(step, op), op.seconds or 0.0) for step in steps for op in step.ops]
-        kept = [(work, max(took, _SHORTEST)) for work, took in pairs if work.kind is not OpKind.NOTHING]
+        pairs = [(work_of(step, op), max(op.seconds or 0.0, _SHORTEST)) for step, _ in found for op in step.ops]
+        kept = [(work, took) for work, took in pairs if work.kind is not OpKind.NOTHING]
         timed.append(Timed(name=name, works=[work for work, _ in kept], seconds=[took for _, took in kept]))
         plain[name] = found
         tell(f"{name}: {len(kept)} ops")

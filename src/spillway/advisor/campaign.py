@@ -255,9 +255,7 @@ class Campaign:
         refused = self.refused[method]
         if not self.trials[method]:
             return next((size for size in SMALLEST if size > max(refused)), None)
-        if max(refused, default=0) > largest:
-            return None
-        if not largest or len(failed) > TRIES:
+        if not largest or max(refused, default=0) > largest or len(failed) > TRIES:
             return None
         size = min(2 * largest, self._fits(method), self._quick(method), MOST)
         if failed:

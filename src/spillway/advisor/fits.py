@@ -95,10 +95,10 @@ def fit_knee(points: Points) -> Line:
     line through the rest (Hudson, J. Am. Stat. Assoc. 61, 1966). Raises ValueError for fewer than two batch sizes.
     """
     sizes, values = _arrays(points)
-    best, least = fit_line(points), _squares(sizes, values, fit_line(points))
-    freedom = len(sizes) - 3
+    best, freedom = _fitted(sizes, values, 0.0, len(sizes) - 2), len(sizes) - 3
     if freedom < 1:
         return best  # with as many coefficients as points any knee is as good
+    least = _squares(sizes, values, best)
     knees = [float(size) for size in sizes[1:-1]]
     for place in range(1, len(sizes) - 1):  # where a flat part might end, with two batch sizes or more behind it
         slope, intercept = _solved(sizes[place:], values[place:])[:2]
@@ -139,8 +139,7 @@ def _solved(sizes: _Floats, values: _Floats) -> tuple[float, float, str]:
     """Slope and intercept with the least squares, none below 0, and which was held there."""
     middle, mean = float(sizes.mean()), float(values.mean())
     apart = sizes - middle
-    spread = float(apart @ apart)
-    slope = float(apart @ (values - mean)) / spread if spread else 0.0
+    slope = float(apart @ (values - mean)) / float(apart @ apart)
     if slope < 0:
         return 0.0, max(mean, 0.0), "slope"
     intercept = mean - slope * middle
@@ -160,8 +159,6 @@ def _covariance(
     if held == "intercept":
         return (variance / float(sizes @ sizes), 0.0), (0.0, 0.0)
     spread = float(((sizes - middle) ** 2).sum())
-    if not spread:
-        return None
     both = -variance * middle / spread
     return (variance / spread, both), (both, variance / count + variance * middle**2 / spread)
 

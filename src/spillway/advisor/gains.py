@@ -198,11 +198,10 @@ def over_devices(
     for count in sorted(set(counts)):
         seconds = ring_seconds(nbytes_of_gradients, count, bytes_per_second=bytes_per_second, latency=latency)
         fits = {row.method: row.fitted and row.fitted.with_communication(seconds) for row in rows}
-        judged = judge(rows[0].experiment, fits, rows[0].limit) if rows else []
+        judged = judge(rows[0].experiment, fits, rows[0].limit)
         shown = judged if count == 1 else [replace(row, measured=None) for row in judged]
         points.append(SweepPoint(value=count, rows=tuple(shown)))
-    name = rows[0].experiment.about if rows else ""
-    return Sweep(over="devices", points=tuple(points), name=name)
+    return Sweep(over="devices", points=tuple(points), name=rows[0].experiment.about)
 
 
 def _fastest(row: Row) -> float | None:

@@ -170,7 +170,6 @@ def read_measurements(path: Path) -> list[Experiment]:
             methods=methods,
         )
         for (hardware, network, source, layers, hidden, precision), methods in groups.items()
-        if any(samples.ran for samples in methods.values())
     ]  # fmt: skip
 
 

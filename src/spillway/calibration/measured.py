@@ -26,6 +26,7 @@ from spillway.calibration.watching import measure_watching
 from spillway.costs.device import HERE, Device
 from spillway.costs.device_files import read_device, write_device
 from spillway.errors import FileFormatError
+from spillway.internals.machine_memory import machine_memory
 from spillway.internals.user_cache import user_cache
 from spillway.tiers.disk import DiskTier
 from spillway.tiers.speed import Speed, disk_speed, tier_speed
@@ -111,7 +112,7 @@ def _cpu(directory: Path) -> Device:
     threads = torch.get_num_threads()
     return Device(
         name=HERE, flops_per_second=_matmul_rate("cpu"), bytes_per_second=_memory_rate("cpu"),
-        memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        memory=machine_memory(),
         out_per_second=link.out, in_per_second=link.back,
         disk_out_per_second=disk.out, disk_in_per_second=disk.back,
         op_seconds=_launch("cpu"), copy_seconds=max(_page_copy(directory), watching.copy),

@@ -344,9 +344,7 @@ def _measured(
             memory = int(OF_MACHINE * min(limits, default=usable_memory()))
         else:
             memory = int(OF_GPU * memory)
-        yield _Setting(
-            bench=bench, memory=memory, device_bytes=there, gradient_bytes=gradient_bytes, longest=longest
-        )  # fmt: skip
+        yield _Setting(bench=bench, memory=memory, device_bytes=there, gradient_bytes=gradient_bytes, longest=longest)
         if bench.remembered:
             say(console, f"{bench.remembered} trials were measured by earlier runs; --fresh measures them again.")
 
@@ -362,10 +360,9 @@ def _simulated(
         return record_workload(workload, fake=True, seed=seed, batch=size, **options).step
 
     bench = SimulatedBench(workload, Steps(recorded), device_of(simulated))
-    memory = int(OF_GPU * bench.device.memory)
     yield _Setting(
-        bench=bench, memory=memory, device_bytes=bench.device.memory, gradient_bytes=bench.gradient_bytes(),
-        longest=inf,
+        bench=bench, memory=int(OF_GPU * bench.device.memory), device_bytes=bench.device.memory,
+        gradient_bytes=bench.gradient_bytes(), longest=inf,
         rules=lambda size: offload_rules(bench.step_of(way_of(PLAIN), size).step, bench.device),
     )  # fmt: skip
 
