@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -87,6 +89,96 @@ def test_the_figures_of_the_window_papers_table_are_those_of_the_results() -> No
         published, here, _ = told[3 * number : 3 * number + 3]
         assert (published, here) == ([cells[0] for cells in paper], [cells[1] for cells in paper])
     assert told[9:] == [[cells[1] for cells in row] for row in rows[3:]]
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
+
+
+def of_delta(kept: dict[str, Any]) -> list[str]:
+    moved = [
+        row["beside"]["filters"]
+        for row in kept["rows"]
+        if row["table"] == "Fig. 8" and row["what"].startswith("ResNet-50")
+    ]
+    more = [
+        [
+            sum(one[name][link] for one in moved) / sum(one["lru"][link] for one in moved) - 1
+            for name in ("greedy", "base")
+        ]
+        for link in (0, 1)
+    ]
+    under = [
+        row["ours"] / row["paper"] for row in kept["rows"] if "DELTA under" in row["what"] and "BERT" not in row["what"]
+    ]
+    return [
+        f"greedy offloads {percent(more[0][0])} more than lru with the paper's link and base "
+        f"{percent(more[1][1])} more with the physical one",
+        f"needs {min(under):.1f} to {max(under):.1f} times the paper's memory",
+    ]
+
+
+def of_costs(kept: dict[str, Any]) -> list[str]:
+    peak = max(abs(row["peak_ratio"] - 1) for row in kept["rows"] if row["model"] == "Bert-Large")
+    return [f"BERT {100 * peak:.1f} %, ResNet-50"]
+
+
+def of_window(kept: dict[str, Any]) -> list[str]:
+    found = re.search(r"of at most ([\d.]+)", kept["rows"][0]["note"])
+    assert found is not None
+    return [f"{round(float(found[1]) * 1e9 / (40 << 20))} arrays in 40 MiB each"]
+
+
+def of_papaya(kept: dict[str, Any]) -> list[str]:
+    of = {(row["model"], row["method"]): row for row in kept["rows"]}
+    plain, again, swap = (of["Bert-Large", name]["gamma"] for name in ("plain", "checkpoint", "swap"))
+    wide = of["Wide-ResNet-50", "swap"]
+    return [
+        f"Wide-ResNet-50 is {wide['throughput']:.1f} samples/s, published {wide['paper_throughput']:.1f}",
+        f"in a row come to {1e3 * (again + swap - plain):.1f}",
+    ]
+
+
+def of_pays(kept: dict[str, Any]) -> list[str]:
+    (first, last), plain = kept["load"], kept["rows"][0]
+    slow = percent(1 - plain["predicted"] / plain["measured"])
+    return [f"load {first:.0f} and {last:.0f} on two cores", f"was foretold {slow} too slow"]
+
+
+def of_accuracy(kept: dict[str, Any]) -> list[str]:
+    took = {row["what"].partition(": ")[2]: 1e6 * row["cost_seconds"] for row in kept["rows"] if "cost_seconds" in row}
+    asked = took["from a sample to probabilities"], took["the same, re-directed"]
+    return ["{:.0f} us from a sample to probabilities ({:.0f} when re-directed)".format(*asked)]
+
+
+def of_partition(kept: dict[str, Any]) -> list[str]:
+    told = []
+    for cut in ("max-fill", "greedy", "dynamic programming"):
+        taken = [1e3 * row["cut_seconds"] for row in kept["rows"] if row["cut"] == cut]
+        told.append(f"{min(taken):.1g} to {max(taken):.2g} ms |")
+    return told
+
+
+def of_dtr(kept: dict[str, Any]) -> list[str]:
+    return [f"with classes | | {kept['facts']['fast'][0]:.1f} s of CPU"]
+
+
+@pytest.mark.parametrize(
+    ("paper", "target", "told"),
+    [
+        ("delta", "delta_tables", of_delta), ("costs", "costs_plain", of_costs),
+        ("out_of_core_window", "window_table1", of_window), ("papaya", "papaya_simulated", of_papaya),
+        ("papaya", "papaya_pays", of_pays), ("dynn_offload", "dynn_accuracy", of_accuracy),
+        ("dynn_offload", "dynn_partition", of_partition), ("dtr", "dtr_reference", of_dtr),
+    ],
+)  # fmt: skip
+def test_the_figures_of_a_papers_page_are_those_of_the_results(
+    paper: str, target: str, told: Callable[[dict[str, Any]], list[str]]
+) -> None:
+    folder = ROOT / "papers" / paper
+    kept = json.loads((folder / "results" / f"{target}.json").read_text("utf-8"))
+    page = " ".join((folder / "README.md").read_text("utf-8").split())
+    assert [sentence for sentence in told(kept) if sentence not in page] == []
 
 
 def test_the_page_of_methods_lists_exactly_those_that_there_are_as_ready() -> None:

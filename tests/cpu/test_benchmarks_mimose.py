@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from papers.mimose import detection, estimator, planning
 from papers.mimose.estimator import OURS, PUBLISHED, of_scikit
 from papers.mimose.lab import MARK, Trace, blocks_at, build, tracing
 from papers.mimose.planning import COUNTED, WAYS
+from spillway.methods.mimose import Options
 from tests.cpu.benchmarks_quick import named, quick
 from tests.shared import shared
 
@@ -99,7 +101,28 @@ def test_what_a_block_gives_back_is_what_the_engine_counts() -> None:
                 assert min(one.nbytes for one in taken) > 10_000
 
 
+def test_a_line_is_off_by_what_the_page_says_of_lengths_as_they_come() -> None:
+    size = estimator.BENCHMARK.full
+    task = size.tasks[0]
+    # What each of the two encoders saves at a length, as the engine counts it: exact at 30, 64, 120, 200 and 290.
+    saved = {length: [288 * length**2 + 104_480 * length] for length in range(task.smallest, task.largest + 1)}
+    epochs = [estimator.as_they_come(task, size, random.Random(seed)) for seed in range(size.epochs)]
+    row = estimator._drawn_row(task, "linear", estimator.OWN["linear"], estimator.Measured({}, {}, epochs, saved), 10)
+    assert (row["error"], row["least"], row["most"]) == (
+        pytest.approx(0.048, abs=5e-4), pytest.approx(0.02, abs=5e-4), pytest.approx(0.11, abs=5e-3),
+    )  # fmt: skip
+
+
 # Planning
+
+
+def test_plans_of_an_epoch_are_as_many_as_the_page_says() -> None:
+    counts = [
+        (row["plans"], row["kept"])
+        for options in (Options(), Options.as_published())
+        for row in (planning._counted(task, options, 2000) for task in planning.TASKS)
+    ]
+    assert counts == [(124, 65), (171, 59), (171, 59), (190, 92), (23, 23), (71, 71), (71, 71), (61, 61)]
 
 
 def test_mimose_planning_times_plans_and_counts_them() -> None:
