@@ -1,8 +1,8 @@
 """Every check of every benchmark and of every paper's page reports the wrong result that is planted for it.
 
 A check is a function of a result's rows and facts (`Benchmark.judge`). Here it is given the results that are kept
-beside the benchmarks, each with one figure changed for the worse, and has to be missed, by more than before. Targets
-without a kept result, and facts that were not kept yet, stand in `planted.RIGHT`.
+beside the benchmarks, each with one figure changed for the worse, and has to be missed, by more than before. Where no
+result is kept, or an older one in which a check has nothing to look at, `planted.RIGHT` stands in.
 """
 
 from __future__ import annotations
@@ -67,17 +67,19 @@ def wronged(row: Mapping[str, Any], plant: Plant) -> dict[str, Any]:
     return {key: value for key, value in {**row, **figures}.items() if value is not GONE}
 
 
-def kept(collection: Collection, name: str) -> Kept:
+def kept(collection: Collection, name: str, right: Mapping[str, Any]) -> Kept:
     path = collection.results(name) / f"{name}.json"
     data = json.loads(path.read_text("utf-8")) if path.is_file() else {"rows": []}
-    right = RIGHT.get(name, {})
     facts = {**{key: value for key, value in right.items() if key != "rows"}, **data.get("facts", {})}
     return Kept(load(name, collection), right.get("rows", data["rows"]), facts)
 
 
 @pytest.mark.parametrize(("collection", "name"), TARGETS, ids=[name for _, name in TARGETS])
 def test_every_check_reports_the_fault_that_is_planted_for_it(collection: Collection, name: str) -> None:
-    result = kept(collection, name)
+    everything_is_reported(kept(collection, name, RIGHT.get(name, {})), name)
+
+
+def everything_is_reported(result: Kept, name: str) -> None:
     checks = result.judged()
     assert len({check.what for check in checks}) == len(checks) > 0
     before = {check.what: check for check in checks}
@@ -89,6 +91,12 @@ def test_every_check_reports_the_fault_that_is_planted_for_it(collection: Collec
             missed = (check for check in found if check.what in meant and not check.met)
             reported |= {check.what for check in missed if check.measured > before[check.what].measured}
     assert reported == {*before}
+
+
+@pytest.mark.parametrize(("collection", "name"), [target for target in TARGETS if target[1] in RIGHT])
+def test_nothing_stands_in_for_a_kept_result_that_will_do(collection: Collection, name: str) -> None:
+    with pytest.raises((AssertionError, LookupError, ValueError)):
+        everything_is_reported(kept(collection, name, {}), name)
 
 
 def test_no_target_is_left_out_and_none_is_gone() -> None:
