@@ -72,16 +72,12 @@ def run(size: Size, tell: Tell) -> Result:
     )
 
 
-def _shown(gap: float) -> str:
-    return f"{gap:.2f}"
-
-
 COLUMNS: Final[Sequence[Column]] = (
     *columns.text(model="model", device="device"),
     *columns.ratios(phi="phi, offload", phi_selective="phi, selective"),
     *columns.shares(**{f"at_{round(100 * share)}": f"at {share:g}" for share in SHARES}),
     *columns.shares(**{f"mimose_{round(100 * share)}": f"Mimose at {share:g}" for share in SHARES}),
-    *columns.shown(_shown, mean_gap="gap, mean", worst_gap="gap, worst", polished_gap="polished, mean"),
+    *columns.shown("{:.2f}".format, mean_gap="gap, mean", worst_gap="gap, worst", polished_gap="polished, mean"),
 )
 
 NOTES: Final = (

@@ -63,7 +63,7 @@ class Point:
         return self.seconds(device.efficiency or ASSUMED, device.host_seconds)
 
 
-def points_of(model: Model, steps: Steps, there: Experiment, data: Path, device: Device = V100) -> list[Point]:
+def points_of(model: Model, steps: Steps, there: Experiment, data: Path) -> list[Point]:
     """Plain steps at some of the batch sizes that were measured, the largest among them; of each what was timed."""
     plain, peaks = there.methods["exact"], model.peaks(data)
     sizes = sorted(plain.seconds)
@@ -75,7 +75,7 @@ def points_of(model: Model, steps: Steps, there: Experiment, data: Path, device:
         timed = [place for place, op in enumerate(step.ops) if model.times_update or op.phase is not Phase.OPTIMIZER]
         found.append(
             Point(
-                batch=batch, reckoned=Reckoned([works[place] for place in timed], device),
+                batch=batch, reckoned=Reckoned([works[place] for place in timed], V100),
                 launches=launches_of(step, works)[timed], measured=plain.seconds[batch], peak=step.plain_peak(),
                 published_peak=peaks.get(batch), asked=numpy.array(asked_of_cuda(step)) if model.gives_back else 0.0,
             )

@@ -2,7 +2,7 @@
 
 Shares and sizes of single ops come from DTR's logs, which were measured on another GPU with the same multiprocessors.
 What logs in float32 cannot tell, the share of tensor cores and the host's seconds for an op, is fitted to the plain
-steps of the other four models. Peaks are of the recorded steps; nothing is fitted to them.
+steps of the other models, Swin's aside. Peaks are of the recorded steps; nothing is fitted to them.
 """
 
 from __future__ import annotations
@@ -142,8 +142,8 @@ COLUMNS: Final = (
 
 NOTE: Final = (
     "Foretold: ops as DTR's logs have them on a Titan V, with the data sheet of the V100 (SXM2); the shares of tensor "
-    "cores and the host's seconds for an op fitted to the other four models. Throughput is compared at the largest "
-    "published batch."
+    "cores and the host's seconds for an op fitted to the other models, without Swin, whose steps wait for CUDA's "
+    "memory. Throughput is compared at the largest published batch."
 )
 
 BENCHMARK: Final = Benchmark(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Final, Self, final
 
 from benchmarks.record import Row, Tell, frozen
@@ -53,9 +52,9 @@ class Paper:
     """What stands in the text, by number."""
 
     @classmethod
-    def read(cls, folder: Path = TABLES) -> Self:
+    def read(cls) -> Self:
         """Read all of it. Raises Skipped where it is not."""
-        table2, figure3 = _rows(folder, "table2_memory_MB"), _rows(folder, "fig3_resnet50_memory_GB")
+        table2, figure3 = _rows("table2_memory_MB"), _rows("fig3_resnet50_memory_GB")
         return cls(
             memory_mib={
                 (model.replace("ResNext", "ResNeXt"), row["method"]): float(number)
@@ -74,18 +73,18 @@ class Paper:
                     batch=int(row["max_batchsize"]), growth=float(row["growth_x"]), memory_gib=float(row["memory_GB"])
                 )
                 for model, name in (("ResNet-50", "table3_maxbs_resnet50"), ("ResNet-101", "table4_maxbs_resnet101"))
-                for row in _rows(folder, name)
+                for row in _rows(name)
             },
             costs=[
                 (f"{row['tensor']}({row['id']})", float(row["c_s_us"]) / 1e6, float(row["c_r_us"]) / 1e6)
-                for row in _rows(folder, "table5_costs_us")
+                for row in _rows("table5_costs_us")
             ],
-            claims={row["id"]: f"{row['value']} {row['unit']}".strip() for row in _rows(folder, "text_claims")},
+            claims={row["id"]: f"{row['value']} {row['unit']}".strip() for row in _rows("text_claims")},
         )  # fmt: skip
 
 
-def _rows(folder: Path, name: str) -> list[dict[str, str]]:
-    return table(folder / f"delta_{name}.csv")
+def _rows(name: str) -> list[dict[str, str]]:
+    return table(TABLES / f"delta_{name}.csv")
 
 
 # ---------------------------------------------------------------------- the steps
@@ -167,13 +166,11 @@ class Lab:
             self._timed[key] = timed(step, self.size.devices[0])
         return self._timed[key]
 
-    def soft(
-        self, model: str, batch: int, policy: Callable[[], AbstractPolicy], share: float, **options: Any
-    ) -> tuple[Ran, Ran]:
+    def soft(self, model: str, batch: int, policy: Callable[[], AbstractPolicy], share: float) -> tuple[Ran, Ran]:
         """Under a soft budget that is that share of the plain peak, with each link."""
         step = self.step(model, batch)
         budget = int(step.plain_peak() * share)
-        paper, physical = (run_softly(step, policy(), budget, device, **options) for device in self.size.devices)
+        paper, physical = (run_softly(step, policy(), budget, device) for device in self.size.devices)
         return paper, physical
 
     def under(self, model: str, batch: int, policy: Callable[[], AbstractPolicy]) -> list[tuple[Ran, Ran]]:

@@ -2,7 +2,8 @@
 
 Spillway's controller never lets a step pass its budget. Those runs did: DELTA releases before the loss alone (its
 assumption 2), whatever the backward then brings back; DTR's prototype evicts when an op has already passed the budget.
-Here the controller is given the device's whole memory, and the policy one that only it knows.
+Here the controller has no bound, or the device's memory where the largest batch is asked for, and the policy a budget
+that only it knows.
 """
 
 from __future__ import annotations

@@ -539,7 +539,7 @@ def _counts(lab: Lab) -> list[str]:
     """Of the runs of the paper's filter, the one whose offloads are nearest to the paper's nine."""
     batch, shown = lab.size.batches["ResNet-50"], []
     wanted = int(lab.paper.claims["D7"].split()[0])
-    runs = [lab.soft("ResNet-50", batch, published, share) for share in lab.size.shares]
+    runs = lab.under("ResNet-50", batch, published)
     for link in (0, 1):
         ran = min((pair[link] for pair in runs), key=lambda ran: abs(ran.offloads - wanted))
         shown.append(f"{ran.offloads} / {ran.reloads}, {ran.recalls}")

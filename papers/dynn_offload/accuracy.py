@@ -15,8 +15,8 @@ import numpy as np
 
 from benchmarks import columns
 from benchmarks.record import Benchmark, Check, Result, Row, Tell, frozen
-from papers.dynn_offload.prefetch import FROZEN, GATED, NETWORKS, TRAINS, recordings
-from papers.dynn_offload.samples import samples_of
+from papers.dynn_offload.prefetch import GATED, NETWORKS, recordings
+from papers.dynn_offload.samples import FROZEN, TRAINS, samples_of
 from spillway.pilots.decisions import DecisionPilot
 from spillway.pilots.execution_blocks import max_fill
 from spillway.pilots.idioms import nine_vectors
@@ -124,12 +124,8 @@ def _published(recorded: RecordedSamples, seed: int, widths: Sequence[int]) -> I
         }  # fmt: skip
     found = _vectors(program, learned, later, allowed, ids, 512, seed)
     yield {
-        "what": "the same, 512 wide, global ids",
-        "width": 512,
-        "samples": len(later),
-        **found,
-        "path": found["near"],
-    }
+        "what": "the same, 512 wide, global ids", "width": 512, "samples": len(later), **found, "path": found["near"],
+    }  # fmt: skip
 
 
 def _mispredictions(pilot: PublishedPilot, later: Sequence[Sample]) -> tuple[int, int]:
@@ -248,9 +244,8 @@ def _checks(result: Result) -> Iterator[Check]:
         if state == TRAINS and chosen:
             over = min(row["upfront"] - row["bits_frequency"] for row in chosen)
             yield Check(what=f"{GATED}, {state}: points over frequency, short of 15", measured=0.15 - over)
-    for network, least in (("tree-lstm", 0.99),):
-        if found := [row["upfront"] for row in rows if row["what"] == "decisions" and row["network"] == network]:
-            yield Check(what=f"{network}: decisions wrong", measured=1 - min(found), at_most=1 - least)
+    if found := [row["upfront"] for row in rows if row["what"] == "decisions" and row["network"] == "tree-lstm"]:
+        yield Check(what="tree-lstm: decisions wrong", measured=1 - min(found), at_most=0.01)
     routed = [row for row in rows if row["what"] == "decisions" and row["network"] == "moe"]
     if routed:
         under = max(row["bits_frequency"] - row["upfront"] for row in routed)

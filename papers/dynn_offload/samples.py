@@ -12,6 +12,8 @@ from spillway.workloads.recorded import record_samples
 
 FOLDER: Final = Path(os.environ.get("SPILLWAY_SAMPLES", Path(__file__).parent / "samples"))
 """Where they are kept; git does not see them."""
+TRAINS, FROZEN = "trains", "frozen"
+"""What a network does while it is recorded."""
 FROZEN_AFTER: Final = 600
 """Steps for which a network trains before it stays as it is, at"""
 FROZEN_RATE: Final = 1e-3
@@ -28,6 +30,6 @@ def samples_of(network: str, *, seed: int, steps: int, frozen: bool = False, tel
     tell(f"recording {steps} steps of {network}, seed {seed}")
     options: dict[str, Any] = {"trained": FROZEN_AFTER, "rate": FROZEN_RATE} if frozen else {}
     recorded = record_samples(network, steps=steps, frozen=frozen, seed=seed, **options)
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     write_samples(path, recorded)
     return recorded

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from benchmarks import columns
 from benchmarks.record import Benchmark, Check, Result, Row, Tell, frozen
 from papers import TABLES, table
-from papers.dynn_offload.samples import samples_of
+from papers.dynn_offload.samples import FROZEN, TRAINS, samples_of
 from spillway.pilots.program import Program
 from spillway.pilots.sample_files import RecordedSamples
 
@@ -28,7 +28,6 @@ EDGES: Final = (0.2, 0.4, 0.6, 0.8)
 BASELINES: Final = 200
 """Samples that are the baseline in turn, evenly spread over all."""
 OPERATORS, OPS, DECISIONS = "operators", "sites", "decisions"
-TRAINS, FROZEN = "trains", "frozen"
 PUBLISHED: Final = "published"
 FEWEST: Final = 2000
 """Samples of a network that a figure stands on."""

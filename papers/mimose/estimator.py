@@ -114,7 +114,7 @@ class Task:
     """A model and the sizes of its inputs."""
 
     name: str
-    """As `mimose_lab.BUILDS` has it."""
+    """As `lab.build` has it."""
     options: Mapping[str, Any]
     """How large it is made."""
     smallest: int
@@ -343,10 +343,8 @@ NOTES: Final = (
 )
 
 
-def _words(
-    name: str, batch: int, smallest: int, largest: int, *, layers: int = 2, width: int = 768, **more: Any
-) -> Task:
-    options = {"layers": layers, "width": width, "batch": batch}
+def _words(name: str, batch: int, smallest: int, largest: int, *, width: int = 768, **more: Any) -> Task:
+    options = {"layers": 2, "width": width, "batch": batch}
     return Task(name=name, options=options, smallest=smallest, largest=largest, at_most=0.005, **more)
 
 

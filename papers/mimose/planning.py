@@ -87,6 +87,8 @@ HIT: Final[Seconds] = 5e-6
 """Target for a plan that is remembered."""
 MISSES: Final[Mapping[int, Seconds]] = {24: 100e-6, 96: 500e-6}
 """Targets by blocks for a plan that is made, with its peak checked."""
+NOISE: Final = 0.03
+"""By what share measured seconds are too long at most."""
 KEPT: Final = 60
 """Target for the plans that are kept of a task of SQuAD, whose lengths are near 300."""
 PAPERS_MOST: Final = 0.63
@@ -183,9 +185,7 @@ def truth(blocks: int, length: int, *, alike: bool) -> Forecast:
     )  # fmt: skip
 
 
-def trained(
-    blocks: int, options: Options, lengths: Sequence[int], *, alike: bool = True, noise: float = 0.03
-) -> Mimose:
+def trained(blocks: int, options: Options, lengths: Sequence[int], *, alike: bool) -> Mimose:
     """After its sheltered steps, whose seconds are as uneven as measured ones are."""
     mimose, chance = Mimose(options), random.Random(1)
     for length in lengths:
@@ -193,7 +193,7 @@ def trained(
         samples = [
             BlockSample(
                 block=block, size=(length,), nbytes=step.saved[block], working=step.working[block],
-                seconds=step.seconds[block] * (1 + noise * chance.random()), gradients=step.gradients[block],
+                seconds=step.seconds[block] * (1 + NOISE * chance.random()), gradients=step.gradients[block],
             )
             for block in range(blocks)
         ]  # fmt: skip

@@ -11,7 +11,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from pathlib import Path
 from random import Random
 from statistics import NormalDist
 from typing import Any, Final, Self, final
@@ -61,11 +60,11 @@ class Paper:
     """What stands in the text and is one number, by its own numbering."""
 
     @classmethod
-    def read(cls, folder: Path = TABLES) -> Self:
+    def read(cls) -> Self:
         """Read all of it. Raises Skipped where it is not."""
-        claims = {row["id"]: row["value"] for row in table(folder / "mimose_text_claims.csv")}
+        claims = {row["id"]: row["value"] for row in table(TABLES / "mimose_text_claims.csv")}
         tasks = {}
-        for row in table(folder / "mimose_table1_tasks.csv"):
+        for row in table(TABLES / "mimose_table1_tasks.csv"):
             shortest, longest = map(int, claims[_RANGES[row["dataset"]]].split("-"))
             tasks[row["task"].partition("(")[2].rstrip(")")] = Told(
                 dataset=row["dataset"], batch=int(row["batch_size"]), shortest=shortest, longest=longest

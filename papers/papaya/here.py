@@ -136,7 +136,7 @@ def run(size: Size, tell: Tell) -> Result:
         "behind": {name: behind_of(tried) for name, tried in found.items()},
         "pays": [network.workload for network in size.networks if network.pays],
     }
-    return Result(title=TITLE, columns=COLUMNS, rows=rows, facts=facts, notes=NOTES)
+    return Result(title=TITLE, columns=COLUMNS, rows=rows, facts=facts, notes=_notes(size.rounds))
 
 
 def _measured(network: Network, size: Size, tell: Tell) -> list[Tried]:
@@ -347,10 +347,6 @@ COLUMNS: Final = (
 )  # fmt: skip
 
 NOTES: Final = (
-    "Every method was measured as `spillway advise` measures: a few batch sizes, each in a process of its own. Then it "
-    "ran at the largest batch that fits by its line, and at the batch that `advise` says to take where that is "
-    "another, five times, in turn with the other methods, and so did the fastest of all trials: medians count. The "
-    "limit is emulated: a step whose peak by account is above it counts as out of memory.",
     "There without a batch: parameters, optimizer state, buffers, the gradients that are there at the moment of the "
     "peak, and what ops work with, counted storage by storage at the peak of a step with a prime batch.",
     "R of memory is that of the sizes on the line of the largest. Sizes left out of it ran as well; that is allowed "
@@ -359,6 +355,17 @@ NOTES: Final = (
     "with the highest throughput, at any batch that was measured.",
     "swap waits for every copy, as PAPAYA's does; the other two that move let copies run beside compute.",
 )
+
+
+def _notes(rounds: int) -> Sequence[str]:
+    return (
+        "Every method was measured as `spillway advise` measures: a few batch sizes, each in a process of its own. "
+        "Then it ran at the largest batch that fits by its line, and at the batch that `advise` says to take where "
+        f"that is another, in turn with the other methods, and so did the fastest of all trials: medians of {rounds} "
+        "count. The limit is emulated: a step whose peak by account is above it counts as out of memory.",
+        *NOTES,
+    )
+
 
 BENCHMARK: Final = Benchmark(
     name="papaya_here",

@@ -106,25 +106,19 @@ def steps_of(name: str, options: Mapping[str, Any]) -> Steps:
 # ------------------------------------------------------------------ the largest batches
 
 
-def sampled(bench: AbstractBench, methods: Sequence[str], limit: Bytes, guess: int = 16) -> dict[str, Samples]:
+def sampled(bench: AbstractBench, methods: Sequence[str], limit: Bytes) -> dict[str, Samples]:
     """Trials of each method at shares of its largest batch; none for a method of which no batch fits."""
-    found = {}
+    found, guess = dict[str, Samples](), 16
     for method in methods:
         largest = largest_batch(bench, method, limit, guess)
         sizes = sorted({max(round(share * largest), 1) for share in SHARES}) if largest else []
-        found[method] = samples_of(bench.measure(method, size) for size in sizes)
+        samples = found[method] = Samples()
+        for trial in (bench.measure(method, size) for size in sizes):
+            if trial.peak is not None and trial.seconds is not None:
+                samples.add_peak(trial.size, trial.peak)
+                samples.seconds[trial.size] = trial.seconds
         guess = largest or guess
     return found
-
-
-def samples_of(trials: Iterator[Trial]) -> Samples:
-    """What trials found."""
-    samples = Samples()
-    for trial in trials:
-        if trial.peak is not None and trial.seconds is not None:
-            samples.add_peak(trial.size, trial.peak)
-            samples.seconds[trial.size] = trial.seconds
-    return samples
 
 
 def largest_batch(bench: AbstractBench, method: str, limit: Bytes, guess: int) -> int:
@@ -132,12 +126,10 @@ def largest_batch(bench: AbstractBench, method: str, limit: Bytes, guess: int) -
     return search_largest(lambda size: (bench.measure(method, size).peak or 0) <= limit, start=guess)
 
 
-def experiment_of(
-    name: str, methods: Mapping[str, Samples], *, layers: str = "", hidden: str = "", hardware: str = V100.name
-) -> Experiment:
+def experiment_of(name: str, methods: Mapping[str, Samples], *, layers: str = "", hidden: str = "") -> Experiment:
     """What was simulated, for the advisor."""
     return Experiment(
-        hardware=hardware, network=name, layers=layers, hidden=hidden, precision="", source="simulated",
+        hardware=V100.name, network=name, layers=layers, hidden=hidden, precision="", source="simulated",
         methods=methods,
     )  # fmt: skip
 
@@ -374,7 +366,7 @@ COLUMNS: Final = (
 NOTES: Final = (
     "Steps may take 12.8 GB, 80 % of the device, and every method has its largest batch within that. Rates of the data "
     "sheet, ops as DTR's logs have them, tensor cores and the host's seconds for an op as the plain steps of the other "
-    "four models have them. Where the published methods differ from these stands in papers/papaya/README.md.",
+    "models have them, Swin's aside. Where the published methods differ from these stands in papers/papaya/README.md.",
     "with published fixed time: x plain if delta of all methods were longer by what the published plain step takes "
     "without samples beyond the simulated one; the device of the paper also runs a framework. all explained: besides, "
     "packing takes as long as published compress over plain, and second runs of blocks swap and pack what they save.",

@@ -139,8 +139,7 @@ RIGHT: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
         },
     }
 )
-"""Rows and facts where no result is kept, or an older one in which a check has nothing to look at; none of them misses a
-target."""
+"""Rows and facts where no result is kept, or an older one that lacks what a check looks at; none misses a target."""
 
 _COUNTED: Final = ("over", "floors_off", "slower_if_smaller", "slower_with_more", "single")
 PLANTED: Final[Mapping[str, list[Plant]]] = MappingProxyType(

@@ -50,6 +50,7 @@ from benchmarks.workers import Job, Worker, started
 from papers import PAPERS
 from papers.dtr import reference
 from papers.dtr.runtime import Outcome
+from papers.dynn_offload import samples
 from spillway.costs import DEVICES
 from spillway.errors import WorkloadError
 from spillway.ir.spans import Lane, Span, Work
@@ -438,6 +439,16 @@ def test_dtr_reference_counts_what_is_not_as_the_reference_has_it() -> None:
     assert (row["runs"], row["identical"]) == (4, 1)
     result = Result(title="t", columns=(), rows=[row], facts={"fast": []})
     assert [check.measured for check in reference._checks(result)] == [3]
+
+
+def test_recorded_samples_are_kept_in_a_folder_that_is_not_there_yet(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(samples, "FOLDER", tmp_path / "of" / "samples")
+    monkeypatch.setattr(samples, "record_samples", lambda network, **options: network)
+    monkeypatch.setattr(samples, "write_samples", lambda path, recorded: path.write_text(recorded, "utf-8"))
+    samples.samples_of("moe", seed=1, steps=2, frozen=True, tell=lambda text: None)
+    assert (tmp_path / "of" / "samples" / "moe-frozen-1.jsonl.gz").read_text("utf-8") == "moe"
 
 
 def test_a_benchmark_without_its_data_is_skipped_with_the_reason_and_writes_nothing(

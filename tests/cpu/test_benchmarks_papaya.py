@@ -213,6 +213,7 @@ def test_networks_where_a_method_pays_are_measured_as_the_others_are() -> None:
     benchmark = named("papaya_pays")
     result = benchmark.measured(benchmark.quick, lambda text: None)
     assert result.facts["pays"] == ["stdlib-lm"]
+    assert "medians of 1 count" in result.notes[0]
     assert [row["method"] for row in result.rows] == ["plain", "checkpoint"]
     (share,) = (check for check in result.checks if "over the fastest method" in check.what)
     plain, other = result.rows
