@@ -47,7 +47,6 @@ _ALIKE: Final = ("relu", "threshold_backward", "add")
 _BROADCAST: Final = (*_ALIKE, "mul", "div")
 _POOLS: Final = ("avg_pool2d", "max_pool2d_backward", "max_pool2d_with_indices", "upsample_bilinear2d")
 _NO_TRACE: Final = ("t", "view", "slice", "as_strided", "expand", "split", "constant")
-_SCALAR: Final[Bytes] = 8
 
 
 @final

@@ -34,7 +34,6 @@ Inputs = Mapping[str, Tensor]
 class Subject:
     """A model and its inputs of any size."""
 
-    name: str
     model: nn.Module
     inputs: Callable[[int], Inputs]
     """By words of a row, or by pixels along a side."""
@@ -74,7 +73,7 @@ def _of_words(task: str, *, layers: int, width: int, batch: int) -> Subject:
         shape = (batch, choices, length) if choices > 1 else (batch, length)
         return {"input_ids": rows.reshape(shape), "attention_mask": mask.reshape(shape), **told}
 
-    return Subject(name=task, model=model.train(), inputs=inputs, blocks=())
+    return Subject(model=model.train(), inputs=inputs, blocks=())
 
 
 def _of_pictures(task: str, *, depths: Sequence[int], width: int, batch: int) -> Subject:
@@ -90,7 +89,7 @@ def _of_pictures(task: str, *, depths: Sequence[int], width: int, batch: int) ->
         return {"pixel_values": pictures, "labels": torch.arange(batch) % 10}
 
     names = [path.format(stage, number) for stage, layers in enumerate(depths) for number in range(layers)]
-    return Subject(name=task, model=model.train(), inputs=inputs, blocks=names)
+    return Subject(model=model.train(), inputs=inputs, blocks=names)
 
 
 # ---------------------------------------------------------------------- what they take

@@ -186,7 +186,6 @@ class Lab:
     tell: Tell
     batch: int | None = None
     """None for the paper's."""
-    _scaling: Scaling | None = None
     _at: dict[int, At] = field(default_factory=dict)
 
     @property

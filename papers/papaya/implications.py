@@ -149,8 +149,8 @@ def _rows(
                 "plain_batch": plain.predicted and plain.predicted.size,
                 "batch": row.predicted and row.predicted.size,
                 "score_to_point": row.score / row.point if row.score and row.score < inf and row.point else None,
-                "gain": gain if gain is not None and gain < float("inf") else None,
-                "only": "yes" if gain == float("inf") else "", "slow_gain": _slow_gain(row, plain, times),
+                "gain": gain if gain is not None and gain < inf else None,
+                "only": "yes" if gain == inf else "", "slow_gain": _slow_gain(row, plain, times),
                 "paper": published.get((method, point.value)), "verdict": row.verdict,
             }  # fmt: skip
 

@@ -231,7 +231,7 @@ def _rows(name: str, answers: Sequence[Advice], theirs: Experiment | None) -> It
             "paper_batch": paper and paper[0], "paper_throughput": paper and paper[1],
             "paper_ratio": paper[1] / known["plain"][1] if paper and "plain" in known else None,
             "fixed_ratio": _gain(explained.fixed, row, plain), "explained_ratio": _gain(explained.all, row, plain),
-            "score_to_point": None if row.score is None or not row.point else _finite(row.score / row.point),
+            "score_to_point": None if row.score in (None, inf) or not row.point else row.score / row.point,
             "verdict": row.verdict, "alpha": cost.alpha, "beta": cost.beta, "gamma": cost.gamma, "delta": cost.delta,
         }  # fmt: skip
 
@@ -284,10 +284,6 @@ def _gain(costs: Mapping[str, Cost], row: Advice, plain: Advice) -> float | None
         return None
     mine, base = costs[row.method], costs["plain"]
     return mine.throughput(row.measured.size) / base.throughput(plain.measured.size)
-
-
-def _finite(number: float) -> float | None:
-    return number if number < float("inf") else None
 
 
 def kendall(rows: Sequence[Row], key: str) -> float | None:
