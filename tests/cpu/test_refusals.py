@@ -1039,3 +1039,27 @@ def test_where_nothing_can_be_told_and_blocks_hold_more_in_more_room_a_refusal_i
         refusal = _under(Action.SELECTIVE, int(share * enough), Peeking)
         assert isinstance(refusal, BudgetInfeasible)
         assert not refusal.exact
+
+
+def test_copies_of_small_buffers_that_every_step_has_are_counted() -> None:
+    """Each is too small to leave."""
+
+    def trained(budget: Bytes) -> BudgetInfeasible | None:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32)) for _ in range(40)))
+        optimizer, x = torch.optim.Adam(model.parameters()), torch.randn(32, 32)
+        with spillway.manage(model, optimizer, budget=budget) as memory:
+            try:
+                for _ in range(3):
+                    with memory.step(x):
+                        model(x).square().mean().backward()
+                        optimizer.step()
+                        optimizer.zero_grad()
+            except BudgetInfeasible as refusal:
+                return refusal
+        return None
+
+    refusal = trained(1)
+    assert refusal is not None
+    assert refusal.exact
+    assert trained(refusal.smallest_budget) is None

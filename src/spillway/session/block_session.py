@@ -1095,7 +1095,8 @@ class _Step(AbstractStep):
         session, watch = self._session, self._watch
         if session._paging is not None:
             if self._paged:
-                return session._paging.told(refusal, session._models, session._optimizers, self._batch)
+                copies = session._before.copies if session._before is not None else []
+                return session._paging.told(refusal, session._models, session._optimizers, self._batch, copies)
             session._paging.refused(self._entered[1:])
             refusal.add_note(
                 "The next step of this size is watched op by op, so that it fits (BlockOptions(page=True))."

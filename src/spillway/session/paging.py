@@ -192,10 +192,10 @@ class Paging:
 
     def told(
         self, refusal: BudgetInfeasible, models: Sequence[torch.nn.Module],
-        optimizers: Sequence[torch.optim.Optimizer], batch: Any,
+        optimizers: Sequence[torch.optim.Optimizer], batch: Any, beside: Sequence[torch.Tensor],
     ) -> BudgetInfeasible:  # fmt: skip
-        """A refusal of a paged step, with the budget to ask for."""
-        return smallest_budget(refusal, self.engine, models, optimizers, batch, self._calls.found)
+        """A refusal of a paged step, with the budget to ask for; `beside` is what the session has in every step."""
+        return smallest_budget(refusal, self.engine, models, optimizers, batch, self._calls.found, beside)
 
     def close(self) -> None:
         """Everything comes back."""

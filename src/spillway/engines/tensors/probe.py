@@ -80,8 +80,10 @@ def smallest_budget(
     optimizers: Sequence[torch.optim.Optimizer],
     batch: Any,
     calls: Sequence[Called] = (),
+    beside: Sequence[torch.Tensor] = (),
 ) -> BudgetInfeasible:
-    """The same error with the smallest budget that works, where that can be told.
+    """The same error with the smallest budget that works, where that can be told. `beside` are tensors that the session
+    has in every step.
 
     It is exact if the models could be run on fake tensors as they were called, or the first of them, if none was called
     by then, with the batch (`model(**batch)`, `model(*batch)` or `model(batch)`, or as much of it as the model takes);
@@ -96,10 +98,11 @@ def smallest_budget(
         known = all(one.kind not in _MADE for one in escaped if one.nbytes >= SMALLEST_MOVABLE)
         probed, made = _probe(models, batch, calls) or (None, 0)
         lives = _named(models, optimizers, batch) + update.state + max(made, _gradients(models) + update.working)
+        kept = sum(one.nbytes for one in beside if one.nbytes < SMALLEST_MOVABLE)
         seen = max(error.needed, engine.controller.counters.floor_bytes + engine.never_leaves())  # what could not leave
         foretold = max(
-            update.large + update.small + _small(models, batch),
-            (probed or 0) + update.small + sum(one.nbytes for one in escaped),
+            update.large + update.small + _small(models, batch) + kept,
+            (probed or 0) + update.small + kept + sum(one.nbytes for one in escaped),
             ceil(lives / policy.most),
         )
     told_all = probed is not None and seen <= UNTOLD * foretold
