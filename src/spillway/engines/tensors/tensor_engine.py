@@ -209,8 +209,9 @@ class TensorEngine(AbstractTensorEngine):
             self.table[_address(tensor)].escaped = True
         if self.machine.readable_in_place:
             found = [(one, self.table[_address(one)]) for one in newcomers]
-            # Batches may be loaded anew in every step, and who shows them takes a look at all objects.
-            self._on_cpu.take_loaded([one for one, it in found if not it.escaped and it.kind is not Kind.INPUT])
+            if not self.in_step:
+                # Not what may be loaded anew in every step: who shows it takes a look at all objects.
+                self._on_cpu.take_loaded([one for one, it in found if not it.escaped and it.kind is not Kind.INPUT])
             self._leave_alone_what_overlaps([it for _, it in found])
 
     def _leave_alone_what_overlaps(self, newcomers: Sequence[Storage]) -> None:

@@ -334,7 +334,9 @@ def without_arrays(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """
     places = {storage_address(tensor) for tensor in tensors}
     # Only this list refers to the first: what else is counted there is how this is counted.
-    sharing = [torch.empty(0), *(one for one in tensors_of_python() if _lies_in(places, one))]
+    sharing = [torch.empty(0), *tensors]  # `gc.freeze` hides them from the collector, and whoever holds them
+    met = {id(one) for one in tensors}
+    sharing += (one for one in tensors_of_python() if id(one) not in met and _lies_in(places, one))
     known = _references_to({id(one) for one in sharing})
     usual, *unknown = [sys.getrefcount(one) - known[id(one)] for one in sharing]
     shown = {storage_address(one) for one, count in zip(sharing[1:], unknown, strict=True) if count > usual}
