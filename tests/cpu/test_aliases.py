@@ -235,3 +235,24 @@ def test_first_steps_of_several_threads_may_begin_at_once() -> None:
         """
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("when", ["before there is a budget", "before a step has met it"])
+def test_what_gave_its_address_away_stays_whenever_it_did(when: str) -> None:
+    weight, other = nn.Parameter(torch.zeros(SIDE, SIDE)), nn.Parameter(torch.zeros(SIDE, SIDE))
+    model = nn.ParameterList([weight, other])
+    with spillway.manage(model, budget=None if "budget" in when else PLENTY, method="lru") as memory:
+        with memory.step():
+            (weight + other).sum().backward()
+        if "met" in when:
+            weight.data = torch.ones(SIDE, SIDE)
+        seen = (ctypes.c_float * weight.numel()).from_address(weight.data_ptr())
+        memory.budget = PLENTY
+        with memory.step():
+            (weight + other).sum().backward()
+            assert put_away(memory, other, Move)
+            assert not put_away(memory, weight, Move)
+            with torch.no_grad():
+                weight.fill_(3)
+            assert seen[-1] == 3
+        assert memory.history[-1].escaped == 1

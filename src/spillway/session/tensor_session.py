@@ -122,6 +122,7 @@ class TensorSession(Session):
             before.budget.allow(allowed)
             return
         self._take(self._opens(allowed=allowed))
+        self._engine.leave_as(before)
         self._fits.clear()
         self._unwatched.clear()
         before.close()

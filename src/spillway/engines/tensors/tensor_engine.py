@@ -102,7 +102,8 @@ class TensorEngine(AbstractTensorEngine):
         self._resizes = False
         """Whether code of the user's is resizing a known storage, whose new size counts by itself."""
         self._given_away: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        """What unwatched steps left in the spill directory and has to stay there, by the addresses of storages."""
+        """What no step has met, or left in the spill directory, and has to stay where it is, by the addresses of
+        storages."""
         self.from_outside: Bytes = 0
         """What this step met that it had not made, and that nobody had named."""
         self._begun = False
@@ -209,9 +210,9 @@ class TensorEngine(AbstractTensorEngine):
             self.table[_address(tensor)].escaped = True
         if self.machine.readable_in_place:
             found = [(one, self.table[_address(one)]) for one in newcomers]
-            if not self.in_step:
+            if not self.in_step and isinstance(self.backend, CpuBackend):
                 # Not what may be loaded anew in every step: who shows it takes a look at all objects.
-                self._on_cpu.take_loaded([one for one, it in found if not it.escaped and it.kind is not Kind.INPUT])
+                self.backend.take_loaded([one for one, it in found if not it.escaped and it.kind is not Kind.INPUT])
             self._leave_alone_what_overlaps([it for _, it in found])
 
     def _leave_alone_what_overlaps(self, newcomers: Sequence[Storage]) -> None:
@@ -458,13 +459,14 @@ class TensorEngine(AbstractTensorEngine):
                 storage.locks -= 1
 
     def _take_over_one(self, tensor: torch.Tensor | torch.UntypedStorage, key: int) -> Storage | None:
-        """Of what an unwatched step made the account begins to know here that it has to stay."""
+        """Of what an unwatched step made the account begins to know here that it has to stay; of the rest when it
+        meets it."""
         meter = self.backend.unwatched
-        if meter is None or key == NO_ADDRESS or not meter.knows(key):
+        if key == NO_ADDRESS:
             return None
         real = tensor if isinstance(tensor, torch.UntypedStorage) else _storage_of(tensor)
-        if meter.is_beyond(real.data_ptr()):  # which does not count
-            self._given_away[key] = weakref.ref(real, lambda _: self._given_away.pop(key, None))
+        if meter is None or not meter.knows(key) or meter.is_beyond(real.data_ptr()):  # which does not count
+            self._note_given_away(key, real)
             return None
         meter.adopt((key,))
         self._count_what_is_left()
@@ -473,6 +475,18 @@ class TensorEngine(AbstractTensorEngine):
         for running in self.unwatched:
             running.died(-storage.nbytes)
         return storage
+
+    def leave_as(self, before: TensorEngine) -> None:
+        """What has to stay where it is in another engine does so in this one."""
+        for key, known in before._given_away.items():
+            if (real := known()) is not None:
+                self._note_given_away(key, real)
+        for key, storage in before.table.items():
+            if storage.escaped and storage.value is not None:
+                self._note_given_away(key, real_storage(storage))
+
+    def _note_given_away(self, key: int, real: torch.UntypedStorage) -> None:
+        self._given_away[key] = weakref.ref(real, lambda _: self._given_away.pop(key, None))
 
     def reveal_inside(self, tensor: torch.Tensor) -> None:
         with unwatched():
