@@ -661,7 +661,7 @@ class TensorEngine(AbstractTensorEngine):
 
     def label(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         tensors = list(tensors)
-        self._label(tensors)
+        self._label(tensors)  # whose variables end with it: here they would be taken for an array (`without_arrays`)
         if self._newcomers:
             self._leave_alone_what_others_hold(tensors)
 
@@ -732,6 +732,7 @@ class TensorEngine(AbstractTensorEngine):
             if storage.value is not None and self.check_size(storage):
                 meter.adopt((storage.key,))
         new = self._dispatch.uncounted(models, optimizers, meter.asked)
+        # No variable may hold a tensor here either, as in `label`.
         keys = {_address_or_none(one): one for one in ([one for _, one in named()] if new is None else new)}
         for key in keys:
             if key != NO_ADDRESS and key not in self.table and not meter.knows(key):
