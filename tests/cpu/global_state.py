@@ -20,11 +20,14 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy
 import torch
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from spillway.workloads import Workload
 
 WATCHED = (torch.Tensor, torch.UntypedStorage, torch.autograd.Function, nn.Module, torch.optim.Optimizer)
 
@@ -166,30 +169,29 @@ def refused(audit: Audit, material: Material, method: str, budget: str) -> None:
     audit.look("close")
 
 
-class Small:
+def small() -> Workload:
     """A workload of next to nothing, whose steps and whose making draw from every stream."""
+    from spillway.workloads import Workload
 
-    name, size = "small", None
+    model = Chain()
 
-    def __init__(self) -> None:
-        self.model = Chain()
-        self.optimizers = (torch.optim.SGD(self.model.parameters(), 0.1),)
-
-    def batches(self, steps: int) -> Iterator[Tensor]:
-        return iter([torch.zeros(8, 64)] * steps)
-
-    def train_step(self, batch: Tensor) -> None:
+    def loss(model: torch.nn.Module, batch: Any) -> Tensor:
         noise = torch.rand(8, 64) * random.random() * numpy.random.rand()
-        self.model(batch + noise).sum().backward()
-        self.optimizers[0].step()
+        summed: Tensor = model(batch[0] + noise).sum()
+        return summed
+
+    return Workload(
+        name="small", model=model, optimizers=(torch.optim.SGD(model.parameters(), 0.1),),
+        batches=lambda steps: iter([(torch.zeros(8, 64),)] * steps), loss=loss,
+    )  # fmt: skip
 
 
 def on_paper(audit: Audit, material: Material) -> None:
     import spillway
 
-    recorded = spillway.record(Small, fake=True)
+    recorded = spillway.record(small, fake=True)
     audit.look("record with fakes")
-    spillway.record(Small)
+    spillway.record(small)
     audit.look("record")
     spillway.record("deep-narrow", fake=True, layers=2)
     audit.look("record by name")
