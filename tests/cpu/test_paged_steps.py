@@ -416,3 +416,46 @@ def test_a_forward_that_finds_blocks_in_a_paged_step_leaves_buffers_as_they_were
     expected = trained(0)
     for halves in range(11, 24, 2):  # where a tensor comes back to depends on what there is room for
         assert trained(halves * width * width * 2) == expected
+
+
+class Recalling(nn.Module):
+    """A custom op returns a tensor that lives from step to step, and the forward writes to it."""
+
+    def __init__(self, width: int, recall: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(4))
+        self.recall = recall
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x) + self.recall(x)
+        with torch.no_grad():
+            self.recall(x).mul_(0.9).add_(x, alpha=0.1)
+        return x
+
+
+@pytest.mark.parametrize("method", ["auto", "mimose-published"])
+def test_an_extra_forward_leaves_what_a_custom_op_returned_as_it_was(method: str) -> None:
+    width = 128
+    banks = [torch.zeros(width, width)]
+    operations = torch.library.Library("spillway_recalled", "DEF")
+    operations.define("bank(Tensor x) -> Tensor")
+    operations.impl("bank", lambda x: banks[0], "CompositeExplicitAutograd")
+    operations.impl("bank", torch.library.fallthrough_kernel, "Autograd")
+
+    def trained(budget: int) -> list[bytes]:
+        torch.manual_seed(0)
+        banks[0] = torch.zeros(width, width)
+        model = Recalling(width, torch.ops.spillway_recalled.bank)
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        opened = spillway.manage(model, optimizer, budget=budget, method=method) if budget else nullcontext()
+        with opened as memory:
+            for _ in range(2):
+                x = torch.randn(width, width)
+                with memory.step(x) if memory is not None else nullcontext():
+                    model(x).square().mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+        return [tensor.detach().numpy().tobytes() for tensor in (banks[0], *model.state_dict().values())]
+
+    assert trained(1 << 30 if method == "mimose-published" else 22 * width * width * 2) == trained(0)

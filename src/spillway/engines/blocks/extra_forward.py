@@ -47,6 +47,9 @@ from spillway.units import Bytes
 _UNDECLARED: Final = frozenset({"running_mean", "running_var"})
 """Arguments that `native_batch_norm` and its kin write to without saying so."""
 
+_OF_TORCH: Final = frozenset({"aten", "prim", "prims"})
+"""Ops of these namespaces return what they were given or what they made."""
+
 
 def without_locals(error: BaseException) -> BaseException:
     """The same, and what the frames that it went through hold is let go."""
@@ -158,6 +161,8 @@ class Seen(cast(Any, TorchDispatchMode)):  # type: ignore[misc]  # torch's class
         self._made: dict[int, tuple[Any, Bytes]] = {}
         """Weak references to the storages of results, by address, with their bytes: one that died is not taken for what
         is there now."""
+        self._doubtful: set[int] = set()
+        """Of these, what an op of somebody else's returned: it may have been there before, as a table of its own."""
         self._begins: dict[int, int] = {}
         """The same addresses by where the bytes begin: what is made of an address is another storage over these."""
         self._copies: dict[int, tuple[torch.UntypedStorage, Any]] = {}
@@ -175,12 +180,15 @@ class Seen(cast(Any, TorchDispatchMode)):  # type: ignore[misc]  # torch's class
         given = {address(part) for tensor in _tensors((args, kwargs)) for part in _parts(tensor)}
         given |= {one._cdata for one in tree_leaves((args, kwargs)) if isinstance(one, torch.UntypedStorage)}
         result = func(*args, **kwargs)
+        makes = isinstance(func, torch._ops.OpOverload) and func.namespace in _OF_TORCH
         for tensor in _tensors(result):
             for part in _parts(tensor):
-                if address(part) not in given:
+                key = address(part)
+                if key not in given and not self._is_there(key):
                     storage = part.untyped_storage()
-                    self._made[address(part)] = cast(Any, StorageWeakRef)(storage), storage.nbytes()
-                    self._begins[_begin(storage)] = address(part)
+                    self._made[key] = cast(Any, StorageWeakRef)(storage), storage.nbytes()
+                    self._begins[_begin(storage)] = key
+                    (self._doubtful.discard if makes else self._doubtful.add)(key)
         return result
 
     def noticed(self, thing: Tensor | torch.UntypedStorage, name: str = "", alias: Tensor | None = None) -> None:
@@ -193,13 +201,13 @@ class Seen(cast(Any, TorchDispatchMode)):  # type: ignore[misc]  # torch's class
         if not isinstance(thing, torch.UntypedStorage):
             for part in _parts(thing):
                 self._before(part)
-        elif not self._is_there(thing._cdata) and thing.device.type != "meta":
+        elif not self._was_made(thing._cdata) and thing.device.type != "meta":
             self._copy(thing._cdata, thing)
 
     @unheard_by_modes
     def _before(self, tensor: Tensor) -> None:
         key, storage = address(tensor), tensor.untyped_storage()
-        if self._is_there(key) or self._is_over_made(storage):
+        if self._was_made(key) or self._is_over_made(storage):
             return
         if not tensor.is_inference():
             self._versions.append((tensor, tensor._version))  # an alias made here would have a counter of its own
@@ -221,12 +229,16 @@ class Seen(cast(Any, TorchDispatchMode)):  # type: ignore[misc]  # torch's class
         made = self._made.get(key)
         return made is not None and not made[0].expired()
 
+    def _was_made(self, key: int) -> bool:
+        """The same, where it is certain: an op of torch's returned it."""
+        return key not in self._doubtful and self._is_there(key)
+
     def _is_over_made(self, storage: torch.UntypedStorage) -> bool:
         """Whether its bytes are those of one that was made since. Not whether those began there when they were made:
         in a step that is watched bytes move, and others come to lie where they lay."""
         begin = _begin(storage)
         key = self._begins.get(begin, 0)
-        if not begin or not self._is_there(key):
+        if not begin or not self._was_made(key):
             return False
         made: torch.UntypedStorage | None = cast(Any, torch.UntypedStorage)._new_with_weak_ptr(self._made[key][0].cdata)
         return made is not None and _begin(made) == begin
