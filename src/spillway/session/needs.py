@@ -7,11 +7,9 @@ import contextlib
 import operator
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, Final, NamedTuple, NoReturn, TypeAlias, cast, final
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from spillway.engines.blocks.block_engine import BlockEngine
 from spillway.engines.blocks.containers import rebuilt
@@ -19,6 +17,7 @@ from spillway.engines.blocks.extra_forward import is_the_models
 from spillway.engines.blocks.quiet import quiet
 from spillway.engines.blocks.reach import Reach, reach_of
 from spillway.engines.environment import Environment
+from spillway.engines.tensors.fakes import FakeMode
 from spillway.engines.tensors.optimizers import (
     Update,
     assumed,
@@ -194,7 +193,7 @@ def _peaks(
     if reach.too_much:
         return []
     around = environment(environment.capture())
-    fake: Any = _Fake(allow_non_fake_inputs=True)
+    fake = FakeMode()
     try:
         with quiet(), reach.substituted(), untouched(model), around, grad_mode(enabled=trains):
             twin = without_content(model, fake)
@@ -208,8 +207,6 @@ def _peaks(
         if by_signal(error) or not (isinstance(error, Exception) or is_the_models(error)):
             raise
         return []
-    finally:
-        FakeTensorMode.cache_clear()  # every size has entries of its own
 
 
 _hearers: Final[dict[int, Callable[[list[Any]], None]]] = {}
@@ -267,14 +264,6 @@ class _Away:
         """There are no copies."""
 
     sender_let_go = finish_out = reap = settle = abandon = take_back = begin_step = close = _nothing
-
-
-class _Fake(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """Remembers what ops make of such tensors, but of those that are given storages: it would hold on to these."""
-
-    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = MappingProxyType({})) -> Any:
-        self.cache_enabled = not any(isinstance(one, torch.UntypedStorage) for one in args)
-        return super().dispatch(func, types, args, kwargs)
 
 
 def _run(

@@ -10,8 +10,8 @@ from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+from spillway.engines.tensors.fakes import FakeMode
 from spillway.engines.tensors.tally import Tally
 from spillway.engines.tensors.twins import bare_step
 from spillway.internals.interrupts import by_signal
@@ -272,7 +272,7 @@ def _measured(
 ) -> Update:
     """The first makes state, which is there already unless they are new. Some do more after many steps."""
     twin: Any = copy.copy(optimizer)
-    with FakeTensorMode(allow_non_fake_inputs=True), grad_mode(enabled=True):
+    with FakeMode(), grad_mode(enabled=True):
         fakes = [torch.nn.Parameter(torch.empty(local_of(one).shape, dtype=one.dtype)) for one in parameters]
         gradients = [torch.empty(fake.shape, dtype=fake.dtype) for fake in fakes]
         for fake, gradient in zip(fakes, gradients, strict=True):

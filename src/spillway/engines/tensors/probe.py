@@ -20,6 +20,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from spillway.engines.tensors.fakes import FakeMode
 from spillway.engines.tensors.mutated_saves import allowed
 from spillway.engines.tensors.optimizers import Update, assumed, update_of
 from spillway.engines.tensors.tally import Tally
@@ -166,7 +167,7 @@ def _probe_call(model: torch.nn.Module, ways: Sequence[_Way], *, trains: bool) -
     if any(isinstance(part, torch.jit.ScriptModule) for part in model.modules()):
         return None  # copies share their parameters
     with contextlib.suppress(Exception), untouched(model), grad_mode(enabled=trains):  # it cannot be copied
-        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        fake = FakeMode()
         twin = without_content(model, fake)
         # Whole numbers have their content at first: a tree, a length, what is looked up.
         for way, whole, around in itertools.product(ways, (True, False), _AROUND):

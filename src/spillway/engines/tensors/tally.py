@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, cast, final
@@ -14,10 +13,11 @@ import torch
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from spillway.engines.tensors.collectives import NAMESPACES
 from spillway.engines.tensors.convolutions import most_instructions, within_convolution, within_convolution_backward
+from spillway.engines.tensors.fakes import remembered
 from spillway.engines.tensors.lists import part_of
 from spillway.engines.tensors.ops import arguments_per_element
 from spillway.engines.tensors.sizes import FORMULAS, pages, rnn_row
@@ -206,8 +206,7 @@ def _of_batched_product(args: Sequence[Any], out: Any) -> Bytes:
         return 0
     given = _matrices(args)
     copied = sum(int(one.numel()) * one.itemsize for one in given if one.is_conj())
-    others = [one[0] for one in given if not one.is_conj() and one.shape[0]]
-    return copied + sum(_copied(one, turned=False) for one in others)
+    return copied + sum(_copied(one, turned=False) for one in given if not one.is_conj() and one.shape[0])
 
 
 def _matrices(args: Sequence[Any]) -> list[torch.Tensor]:
@@ -216,9 +215,10 @@ def _matrices(args: Sequence[Any]) -> list[torch.Tensor]:
 
 
 def _copied(matrix: torch.Tensor, *, turned: bool) -> Bytes:
-    rows, columns = map(int, matrix.shape)
-    lies = matrix.stride(1) == 1 and matrix.stride(0) >= max(columns, 1)
-    lies_turned = matrix.stride(0) == 1 and matrix.stride(1) >= max(rows, 1)
+    """One copy, of one of a batch."""
+    (rows, columns), (down, across) = map(int, matrix.shape[-2:]), matrix.stride()[-2:]
+    lies = across == 1 and down >= max(columns, 1)
+    lies_turned = down == 1 and across >= max(rows, 1)
     plain, other = (lies_turned, lies) if turned else (lies, lies_turned)
     fine = not matrix.is_conj() if plain else other
     return 0 if fine else rows * columns * matrix.itemsize
@@ -295,12 +295,15 @@ class Tally(cast(Any, TorchDispatchMode)):  # type: ignore[misc]  # torch's clas
         return False  # torch's wrapper against dynamo costs more than what it wraps, and nothing here is compiled
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):  # two of three calls
+            return args[0].fake_device
         if isinstance(func, HigherOrderOperator):  # what it does where nothing is compiled
             with self:
                 return func.py_kernels[torch._C.DispatchKey.CompositeExplicitAutograd](*args, **(kwargs or {}))
-        if func.name().startswith(NAMESPACES):
+        name = func._schema.name
+        if name.startswith(NAMESPACES):
             raise RuntimeError("This forward is no other process's.")  # who would wait for it, or be waited for
-        given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, _STORED)]
+        given = _leaves(args, _leaves(kwargs, [])) if kwargs else _leaves(args, [])
         tensors = [one for one in given if isinstance(one, torch.Tensor)]
         empty = any(isinstance(tensor, FakeTensor) for tensor in tensors)
         if empty and func is torch.ops.aten.equal.default and tensors[0].dtype is torch.uint8:
@@ -308,31 +311,39 @@ class Tally(cast(Any, TorchDispatchMode)):  # type: ignore[misc]  # torch's clas
         if empty and func is torch.ops.aten._local_scalar_dense.default and self.number is not None:
             return self.number
         if self._adds and func is torch.ops.aten.add.Tensor and _accumulates(args):
-            func = torch.ops.aten.add_.Tensor
-        runs = not empty and (bool(tensors) or args[:1] == ([],))
+            func, name = torch.ops.aten.add_.Tensor, "aten::add_"
         if func is torch.ops.aten.lift_fresh.default:  # of a tensor that Python has just made of numbers
             given = []
-        with unset_fake_temporarily() if runs else nullcontext():
-            if runs and func._schema.is_mutable and any(map(self._is_others, tensors)):
-                args, kwargs = tree_map_only(torch.Tensor, torch.clone, (args, kwargs))
-            fused = empty and func._schema.name.startswith("aten::_fused_") and not func._schema.returns
-            # An update in place, which makes nothing. Fake tensors would have some of these kernels run on real zeros.
-            out = None if fused else func(*args, **(kwargs or {}))
+        if empty and name.startswith("aten::_fused_") and not func._schema.returns:
+            out = None  # an update in place, which makes nothing: fake tensors would have some run on real zeros
+        elif empty:
+            out = remembered(func, args, kwargs or {})
+        else:
+            out = self._run(func, tensors, args, kwargs or {})
         for one in given:
             self._note(_storage(one), made=False)
-        made = [_storage(one) for one in tree_leaves(out) if isinstance(one, torch.Tensor)]
-        if func._schema.name in _UNTOLD and made[3:]:
+        made = [_storage(one) for one in _leaves(out, []) if isinstance(one, torch.Tensor)]
+        if name in _UNTOLD and made[3:]:
             others = sum(storage.nbytes() for storage in made[:3])
-            self._note(made[3], made=True, nbytes=FORMULAS[func._schema.name](args) - others)
+            self._note(made[3], made=True, nbytes=FORMULAS[name](args) - others)
         for storage in made:
             self._note(storage, made=True)
         at_once = self._at_once(func, args, given, out)
         self.largest = max(self.largest, at_once + self.small)
-        within = self._within[func._schema.name](args, out) if func._schema.name in _WITHIN else 0
-        if func._schema.name in _BY_PROCESSOR and args[0].device.type == "cpu" and args[0].dtype in _SHORT:
+        within = self._within[name](args, out) if name in _WITHIN else 0
+        if name in _BY_PROCESSOR and args[0].device.type == "cpu" and args[0].dtype in _SHORT:
             self.sure = False
         self.lives, self.peak = max(self.lives, self.alive), max(self.peak, self.alive + within)
         return out
+
+    def _run(self, func: Any, tensors: Sequence[torch.Tensor], args: Any, kwargs: Any) -> Any:
+        """On content, where there is any."""
+        if not tensors and args[:1] != ([],):
+            return func(*args, **kwargs)
+        with unset_fake_temporarily():
+            if func._schema.is_mutable and any(map(self._is_others, tensors)):
+                args, kwargs = tree_map_only(torch.Tensor, torch.clone, (args, kwargs))
+            return func(*args, **kwargs)
 
     def hold(self, held: Iterable[Any]) -> None:
         """What no op makes: tensors among what is given count for as long as they live."""
@@ -370,7 +381,7 @@ class Tally(cast(Any, TorchDispatchMode)):  # type: ignore[misc]  # torch's clas
         return max(map(self._in_parts, elements, out if out is not None else [None] * len(elements)), default=0)
 
     def _large(self, tree: Any) -> dict[int, Bytes]:
-        keys = {_storage(one)._cdata for one in tree_leaves(tree) if isinstance(one, _STORED)}
+        keys = {_storage(one)._cdata for one in _leaves(tree, [])}
         return {key: nbytes for key in keys if (nbytes := self._known[key].nbytes) >= SMALLEST_MOVABLE}
 
     def _in_parts(self, element: Sequence[torch.Tensor], made: torch.Tensor | None) -> Bytes:
@@ -410,6 +421,19 @@ def _accumulates(args: Sequence[Any]) -> bool:
 
 def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
     return (one.shape, one.dtype) == (other.shape, other.dtype)
+
+
+def _leaves(value: Any, found: list[Any]) -> list[Any]:
+    """The tensors and storages among what an op is given, or returns."""
+    if isinstance(value, _STORED):
+        found.append(value)
+    elif isinstance(value, list | tuple):
+        for one in value:
+            _leaves(one, found)
+    elif isinstance(value, dict):
+        for one in value.values():
+            _leaves(one, found)
+    return found
 
 
 _STORED: Final = (torch.Tensor, torch.UntypedStorage)
