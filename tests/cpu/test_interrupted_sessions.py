@@ -63,7 +63,7 @@ def numbers(method: str, phase: str) -> list[int]:
     firsts = {where: number for number, where in reversed(list(enumerate(lines.where, 1)))}
     far = [number for (file, _), number in firsts.items() if not any(near in file for near in NEAR)]
     apart = 2 if method == PAGED else 1
-    return sorted([*sorted(set(firsts.values()) - set(far))[:: 4 * apart], *sorted(far)[:: 24 * apart]])
+    return sorted([*sorted(set(firsts.values()) - set(far))[:: 8 * apart], *sorted(far)[:: 48 * apart]])
 
 
 @pytest.mark.parametrize("act", ACTS)

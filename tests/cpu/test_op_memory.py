@@ -32,6 +32,7 @@ from spillway.memory.records import EXACT, Recipe
 from spillway.native import arena, library
 from spillway.native.arena import BEGINS, IDLE, OWN, PEAK, RESIDENT, RUNS, STATE, WENT_BEYOND, Arena, OpMemory
 from tests.cpu.test_arena import filled, ran
+from tests.shared import in_turn
 
 KiB, MiB = 1 << 10, 1 << 20
 
@@ -406,9 +407,9 @@ OUTSIDE_OF_OPS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("method", ["lru", "delta", "dtr", "window"])
-@pytest.mark.parametrize("used", [False, True])
-@pytest.mark.parametrize("kind", OUTSIDE_OF_OPS)
+@pytest.mark.parametrize(
+    ("kind", "used", "method"), in_turn(OUTSIDE_OF_OPS, [False, True], ["lru", "delta", "dtr", "window"], times=2)
+)
 def test_room_is_made_for_what_no_op_makes(kind: str, used: bool, method: str) -> None:
     """Also where no op uses it, and the account would never hear of it: the arena tells."""
     gc.collect()

@@ -18,6 +18,7 @@ from spillway.engines.tensors.optimizers import uses_foreach
 from spillway.errors import BudgetInfeasible
 from spillway.units import Bytes
 from tests.cpu.families import State, difference, state_of
+from tests.shared import in_turn
 
 LAYERS, WIDTH = 8, 128
 ONE = 4 * WIDTH * WIDTH
@@ -164,8 +165,10 @@ def _calls_with_its_own(optimizer: torch.optim.Optimizer) -> object:
     return optimizer.register_step_pre_hook(lambda optimizer, args, kwargs: ((optimizer, *args[1:]), kwargs))
 
 
-@pytest.mark.parametrize("closure", [False, True])
-@pytest.mark.parametrize("around", [_changes_rates, _schedules, _begins_anew, _adds_a_group, _calls_with_its_own])
+@pytest.mark.parametrize(
+    ("around", "closure"),
+    in_turn([_changes_rates, _schedules, _begins_anew, _adds_a_group, _calls_with_its_own], [False, True]),
+)
 def test_hooks_and_schedules_see_the_users_optimizer(
     monkeypatch: pytest.MonkeyPatch, around: Around, closure: bool
 ) -> None:
