@@ -108,7 +108,7 @@ def _describe(value: Any, described: Described, operands: list[FakeTensor]) -> b
         operands.append(value)
         described += (
             kind, value.shape, value.stride(), value.storage_offset(), value.dtype, value.fake_device, value.is_conj(),
-            value.is_neg(),
+            value.is_neg(), storage_of(value).nbytes(),
         )  # fmt: skip
         return True
     if kind is list or kind is tuple:
