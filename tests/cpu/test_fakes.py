@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from spillway.engines.tensors import fakes
 from spillway.engines.tensors.fakes import FakeMode, remembered
+from spillway.engines.tensors.tally import Tally
 from tests.cpu.op_samples import cases, database
 from tests.shared import some_of
 
@@ -69,8 +70,9 @@ def compared(ops: Iterable[Any], *, dtypes: int, samples: int) -> Compared:
     watching = Compared()
     for op in ops:
         for case in list(cases(op, dtypes=dtypes, samples=samples)):
-            with contextlib.suppress(Exception), FakeMode(), watching:  # what needs content has none
-                case.call()
+            for around in (contextlib.nullcontext, torch.inference_mode):
+                with contextlib.suppress(Exception), around(), FakeMode(), watching:  # what needs content has none
+                    case.call()
     return watching
 
 
@@ -81,6 +83,35 @@ def test_what_is_remembered_is_what_torch_tells(part: int) -> None:
     assert not watching.wrong
     assert len(watching.compared) > 50
     assert sum(outcome is not None for outcome in fakes._outcomes.values()) > len(fakes._outcomes) / 2
+
+
+class Shown(nn.Module):
+    """Shows a buffer in inference mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(8, 8)
+        self.register_buffer("shown", torch.zeros(64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.inference_mode():
+            shown = self.shown.view(8, 8)
+        out: Tensor = (self.line(x) * shown).sum()
+        return out
+
+
+def test_a_view_is_no_inference_tensor_where_what_it_shows_is_none() -> None:
+    for _ in range(2):
+        with FakeMode(), Tally():
+            Shown()(torch.zeros(8, 8)).backward()
+
+
+def test_a_view_of_what_was_made_smaller_does_not_make_it_larger() -> None:
+    for _ in range(2):
+        with FakeMode(), Tally():
+            y = torch.relu(torch.empty(1 << 20))
+            y.untyped_storage().resize_(0)
+            assert y.view(1 << 10, 1 << 10).untyped_storage().nbytes() == 0
 
 
 @pytest.mark.parametrize("fault", ["strides", "dtype", "conjugated", "of"])

@@ -8,11 +8,13 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
 
 import spillway
+from spillway.engines.blocks.extra_forward import Seen
 from spillway.engines.blocks.trace import trace_for
 from spillway.errors import BudgetInfeasible
 from spillway.native import library
@@ -459,3 +461,36 @@ def test_an_extra_forward_leaves_what_a_custom_op_returned_as_it_was(method: str
         return [tensor.detach().numpy().tobytes() for tensor in (banks[0], *model.state_dict().values())]
 
     assert trained(1 << 30 if method == "mimose-published" else 22 * width * width * 2) == trained(0)
+
+
+def test_what_a_custom_op_made_is_told_from_what_it_looked_up() -> None:
+    x, table, cached = torch.zeros(64), torch.zeros(64), list[Tensor]()
+    operations = torch.library.Library("spillway_returned", "DEF")
+    returned: dict[str, tuple[Callable[[Tensor], Any], bool]] = {
+        "made": (lambda x: x + 1, True), "a view of what was made": (lambda x: (x + 1)[2:], True),
+        "looked up": (lambda x: table, False), "a view of that": (lambda x: table[2:], False),
+        "kept": (lambda x: cached.append(x + 1) or cached[-1], False),
+    }  # fmt: skip
+    for number, (make, new) in enumerate(returned.values()):
+        operations.define(f"one{number}(Tensor x) -> Tensor")
+        operations.impl(f"one{number}", make, "CompositeExplicitAutograd")
+        operations.define(f"some{number}(Tensor x) -> Tensor[]")
+        operations.impl(f"some{number}", lambda x, make=make: [make(x)], "CompositeExplicitAutograd")
+        for name in ("one", "some"):
+            with Seen() as seen:
+                out = getattr(torch.ops.spillway_returned, f"{name}{number}")(x)
+                (out[0] if name == "some" else out).add_(1)
+                assert (not seen._copies) == new
+                assert seen.left(None) == (x.nbytes if new else 0)
+                del out
+                assert seen.left(None) == 0
+
+
+def test_copies_of_the_same_bytes_are_put_back_the_last_one_first() -> None:
+    numbers = numpy.zeros(64, dtype=numpy.float32)
+    one, other = torch.from_numpy(numbers), torch.from_numpy(numbers)
+    with Seen() as seen:
+        one.add_(1)
+        other.add_(1)
+    seen.undo()
+    assert not numbers.any()

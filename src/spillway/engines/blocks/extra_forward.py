@@ -10,6 +10,7 @@ began. Under the mode that watches them some ops take other formulas; of this ru
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import traceback
 import weakref
@@ -38,6 +39,7 @@ from spillway.internals.private import (
     dispatch_modes,
     function_modes,
     grad_mode,
+    owners,
     unheard_by_function_modes,
     unheard_by_modes,
 )
@@ -46,9 +48,6 @@ from spillway.units import Bytes
 
 _UNDECLARED: Final = frozenset({"running_mean", "running_var"})
 """Arguments that `native_batch_norm` and its kin write to without saying so."""
-
-_OF_TORCH: Final = frozenset({"aten", "prim", "prims"})
-"""Ops of these namespaces return what they were given or what they made."""
 
 
 def without_locals(error: BaseException) -> BaseException:
@@ -161,8 +160,6 @@ class Seen(cast(Any, TorchDispatchMode)):  # type: ignore[misc]  # torch's class
         self._made: dict[int, tuple[Any, Bytes]] = {}
         """Weak references to the storages of results, by address, with their bytes: one that died is not taken for what
         is there now."""
-        self._doubtful: set[int] = set()
-        """Of these, what an op of somebody else's returned: it may have been there before, as a table of its own."""
         self._begins: dict[int, int] = {}
         """The same addresses by where the bytes begin: what is made of an address is another storage over these."""
         self._copies: dict[int, tuple[torch.UntypedStorage, Any]] = {}
@@ -180,15 +177,12 @@ class Seen(cast(Any, TorchDispatchMode)):  # type: ignore[misc]  # torch's class
         given = {address(part) for tensor in _tensors((args, kwargs)) for part in _parts(tensor)}
         given |= {one._cdata for one in tree_leaves((args, kwargs)) if isinstance(one, torch.UntypedStorage)}
         result = func(*args, **kwargs)
-        makes = isinstance(func, torch._ops.OpOverload) and func.namespace in _OF_TORCH
-        for tensor in _tensors(result):
+        for tensor in _tensors(result) if _is_of_torch(func) else _returned_alone(result):
             for part in _parts(tensor):
-                key = address(part)
-                if key not in given and not self._is_there(key):
+                if address(part) not in given:
                     storage = part.untyped_storage()
-                    self._made[key] = cast(Any, StorageWeakRef)(storage), storage.nbytes()
-                    self._begins[_begin(storage)] = key
-                    (self._doubtful.discard if makes else self._doubtful.add)(key)
+                    self._made[address(part)] = cast(Any, StorageWeakRef)(storage), storage.nbytes()
+                    self._begins[_begin(storage)] = address(part)
         return result
 
     def noticed(self, thing: Tensor | torch.UntypedStorage, name: str = "", alias: Tensor | None = None) -> None:
@@ -201,13 +195,13 @@ class Seen(cast(Any, TorchDispatchMode)):  # type: ignore[misc]  # torch's class
         if not isinstance(thing, torch.UntypedStorage):
             for part in _parts(thing):
                 self._before(part)
-        elif not self._was_made(thing._cdata) and thing.device.type != "meta":
+        elif not self._is_there(thing._cdata) and thing.device.type != "meta":
             self._copy(thing._cdata, thing)
 
     @unheard_by_modes
     def _before(self, tensor: Tensor) -> None:
         key, storage = address(tensor), tensor.untyped_storage()
-        if self._was_made(key) or self._is_over_made(storage):
+        if self._is_there(key) or self._is_over_made(storage):
             return
         if not tensor.is_inference():
             self._versions.append((tensor, tensor._version))  # an alias made here would have a counter of its own
@@ -229,16 +223,12 @@ class Seen(cast(Any, TorchDispatchMode)):  # type: ignore[misc]  # torch's class
         made = self._made.get(key)
         return made is not None and not made[0].expired()
 
-    def _was_made(self, key: int) -> bool:
-        """The same, where it is certain: an op of torch's returned it."""
-        return key not in self._doubtful and self._is_there(key)
-
     def _is_over_made(self, storage: torch.UntypedStorage) -> bool:
         """Whether its bytes are those of one that was made since. Not whether those began there when they were made:
         in a step that is watched bytes move, and others come to lie where they lay."""
         begin = _begin(storage)
         key = self._begins.get(begin, 0)
-        if not begin or not self._was_made(key):
+        if not begin or not self._is_there(key):
             return False
         made: torch.UntypedStorage | None = cast(Any, torch.UntypedStorage)._new_with_weak_ptr(self._made[key][0].cdata)
         return made is not None and _begin(made) == begin
@@ -252,7 +242,7 @@ class Seen(cast(Any, TorchDispatchMode)):  # type: ignore[misc]  # torch's class
 
     def undo(self) -> None:
         """Put back what was written to. For whoever has saved one of these tensors nothing was written."""
-        for storage, was in self._copies.values():
+        for storage, was in reversed(self._copies.values()):  # two may lie over the same bytes
             if storage.nbytes() != was.nbytes():
                 cast(Any, storage).resize_(was.nbytes())
             cast(Any, storage).copy_(was)
@@ -260,6 +250,25 @@ class Seen(cast(Any, TorchDispatchMode)):  # type: ignore[misc]  # torch's class
             place.put_back(tensor)
         for tensor, version in reversed(self._versions):
             torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+
+
+def _is_of_torch(func: Any) -> bool:
+    """Whether it returns what it was given or what it made."""
+    return isinstance(func, torch._ops.OpOverload) and func.namespace in ("aten", "prim", "prims")
+
+
+def _returned_alone(result: Any) -> list[Tensor]:
+    """The results of somebody else's op that nobody but the caller holds: others may have been there before, such as a
+    table that the op looks up."""
+    tensors = [torch.empty(0), *_tensors(result)]
+    least, *held = [sys.getrefcount(tensor) for tensor in tensors]
+    usual = least + (2 if isinstance(result, Tensor) else 1)  # who called holds it, and this function, or their list
+    alone = [one for one, count in zip(tensors[1:], held, strict=True) if count == usual and _holders(one) == 1]
+    return [one for one in alone if all(owners(part.untyped_storage()) == 2 for part in _parts(one))]
+
+
+def _holders(tensor: Tensor) -> int:
+    return int(cast(Any, tensor)._use_count())
 
 
 def _begin(storage: torch.UntypedStorage) -> int:

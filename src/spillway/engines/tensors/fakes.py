@@ -88,7 +88,7 @@ def _key(func: Any, args: Any, kwargs: Any, operands: list[FakeTensor]) -> tuple
     """None where what it is called with is not all described."""
     described = [
         func, torch.get_default_dtype(), torch.is_inference_mode_enabled(), torch._C._get_mkldnn_enabled(),
-        torch.are_deterministic_algorithms_enabled(),
+        torch._C._get_cudnn_enabled(), torch.are_deterministic_algorithms_enabled(),
     ]  # fmt: skip
     if not _describe(args, described, operands) or not _describe(tuple(kwargs.items()), described, operands):
         return None
@@ -103,12 +103,12 @@ def _describe(value: Any, described: Described, operands: list[FakeTensor]) -> b
     """Whether all of it can be described."""
     kind = type(value)
     if kind is FakeTensor:
-        if value.constant is not None or value.layout is not torch.strided or value.is_nested:
+        if value.constant is not None or not _is_usual(value):
             return False
         operands.append(value)
         described += (
             kind, value.shape, value.stride(), value.storage_offset(), value.dtype, value.fake_device, value.is_conj(),
-            value.is_neg(), storage_of(value).nbytes(),
+            value.is_neg(), value.is_inference(), storage_of(value).nbytes(),
         )  # fmt: skip
         return True
     if kind is list or kind is tuple:
@@ -134,9 +134,7 @@ def _outcome(out: Any, operands: list[FakeTensor]) -> tuple[type | None, tuple[_
 
 def _described(result: Any, operands: list[FakeTensor], addresses: list[int]) -> _Made | None:
     """None for what is more than its shape."""
-    if type(result) is not FakeTensor or result.constant is not None or result.layout is not torch.strided:
-        return None
-    if result.requires_grad or result.is_nested:
+    if type(result) is not FakeTensor:
         return None
     itself = next((place for place, one in enumerate(operands) if one is result), None)
     address = storage_address(result)
@@ -145,12 +143,24 @@ def _described(result: Any, operands: list[FakeTensor], addresses: list[int]) ->
         of, itself is not None, tuple(result.shape), result.stride(), int(result.storage_offset()), result.dtype,
         result.fake_device, result.is_conj(), result.is_neg(),
     )  # fmt: skip
+    if made.itself:
+        return made
+    if result.constant is not None or result.requires_grad or not _is_usual(result):
+        return None
+    if result.is_inference() != torch.is_inference_mode_enabled():  # a view is what it is of
+        return None
+    with torch._C._DisableTorchDispatch():
+        usual = (
+            torch.empty_strided(made.shape, made.strides, dtype=made.dtype, device="meta").untyped_storage().nbytes()
+        )
+    there = storage_of(result).nbytes()
     if of == _FRESH:
-        with torch._C._DisableTorchDispatch():
-            usual = torch.empty_strided(made.shape, made.strides, dtype=made.dtype, device="meta")
-        if made.offset or usual.untyped_storage().nbytes() != storage_of(result).nbytes():
-            return None
-    return made
+        return made if not made.offset and there == usual else None
+    return made if there >= usual + made.offset * made.dtype.itemsize else None  # of one that was made smaller
+
+
+def _is_usual(tensor: FakeTensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested and not tensor._is_zerotensor()
 
 
 def _made_again(made: _Made, operands: list[FakeTensor]) -> FakeTensor:
