@@ -21,7 +21,9 @@ demo: $(INSTALLED)
 	$(RUN)/spillway demo
 
 # First the part that promises to do without torch, with torch refused to every import; then what needs torch; at last
-# bits and budgets where there is no native part.
+# bits and budgets where there is no native part. Hundreds of processes import the same modules: each is compiled once,
+# also where the environment wants no bytecode written.
+test: export PYTHONDONTWRITEBYTECODE :=
 test: $(INSTALLED)
 	-@$(RUN)/spillway build
 	$(RUN)/python -m pytest $(BESIDE) --without-torch tests/pure tests/architecture

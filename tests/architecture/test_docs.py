@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Callable
@@ -31,9 +32,14 @@ from tests.architecture.test_import_order import RANKS, place
 DOCUMENTS = documents()
 README = DOCUMENTS["README.md"]
 PACKAGE = ROOT / "src" / "spillway"
-MEMBERS = members(package_sources().values())
 LINES_OF_THE_EXAMPLE = 15
 DECISIONS = {name.removeprefix("docs/decisions/"): text for name, text in DOCUMENTS.items() if "decisions/0" in name}
+
+
+@functools.cache
+def members_of_the_package() -> dict[str, set[str]]:
+    """Of every class."""
+    return members(package_sources().values())
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
@@ -43,7 +49,7 @@ def test_every_path_that_a_document_names_exists(name: str) -> None:
 
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_every_member_of_a_class_that_a_document_names_exists(name: str) -> None:
-    assert unknown_members(DOCUMENTS[name], MEMBERS) == []
+    assert unknown_members(DOCUMENTS[name], members_of_the_package()) == []
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)

@@ -85,11 +85,10 @@ def test_inputs_that_others_have_in_memory_when_they_are_wanted_do_not_come_from
 
 def test_copies_ahead_give_way_to_the_budget() -> None:
     _, reports = trained(Action.OFFLOAD)
-    tight = max(report.peak_bytes for report in reports)
-    for budget in (tight, int(0.75 * tight)):
-        found, reports = trained(Action.OFFLOAD, budget)
-        assert found == run(Training(), None)
-        assert max(report.peak_bytes for report in reports) <= budget
+    budget = int(0.75 * max(report.peak_bytes for report in reports))
+    found, reports = trained(Action.OFFLOAD, budget)
+    assert found == run(Training(), None)
+    assert max(report.peak_bytes for report in reports) <= budget
 
 
 def test_the_spill_file_goes_where_it_is_told_to_and_leaves_nothing(tmp_path: Path) -> None:
