@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import spillway
+from spillway.engines import environment
 from spillway.errors import BudgetInfeasible, ModelError
 from spillway.native import library
 from spillway.session import block_session as blocks
@@ -778,6 +779,27 @@ def test_a_second_run_takes_from_a_context_variable_what_the_first_took(method: 
         grads = trained(memory, model, gate)
     assert sum(report.recomputed_blocks for report in memory.history) > 0
     assert all(torch.equal(one, other) for one, other in zip(grads, plain, strict=True))
+
+
+def test_what_is_nested_deep_in_a_context_variable_is_not_followed_to_pythons_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """There the garbage collector may run, and finalizers of others end in a `RecursionError`."""
+    deepest, own = [0], environment._own
+
+    def counted(value: Any, room: list[int], owns: dict[int, Any], depth: int = 0) -> Any:
+        deepest[0] = max(deepest[0], depth)
+        return own(value, room, owns, depth)
+
+    monkeypatch.setattr(environment, "_own", counted)
+    deep: dict[str, Any] = {}
+    for _ in range(10_000):
+        deep = {"deeper": deep}
+    token = COLLECTED.set(deep)
+    variables = environment._apart(contextvars.copy_context())
+    COLLECTED.reset(token)
+    assert 0 < deepest[0] <= environment._DEEPEST + 1
+    assert variables[COLLECTED] is deep, "it is shared"
 
 
 @pytest.mark.parametrize("method", ["auto", "checkpoint", "mimose", "keep-all", "lru", "window"])

@@ -535,6 +535,9 @@ def _within(variables: contextvars.Context) -> Iterator[None]:
 _CONTAINERS: Final = (dict, list, set, collections.deque, tuple)
 MOST_COLLECTED: Final = 10_000
 """Things in containers of context variables; with more, or nested too deep, they are shared."""
+_DEEPEST: Final = 100
+"""Containers in containers. Whoever runs into Python's own limit instead may have the garbage collector run there, and
+finalizers and callbacks of others fail."""
 
 
 def _apart(variables: contextvars.Context) -> contextvars.Context:
@@ -552,7 +555,7 @@ def _apart(variables: contextvars.Context) -> contextvars.Context:
     return variables
 
 
-def _own(value: Any, room: list[int], owns: dict[int, Any]) -> Any:
+def _own(value: Any, room: list[int], owns: dict[int, Any], depth: int = 0) -> Any:
     """A container's copy, with those in it copied as well and tensors out of their graphs. `room` is how many things
     may still be looked at, `owns` what stands for those that were: what leads back to itself does so in copies too."""
     kind = type(value)
@@ -562,13 +565,13 @@ def _own(value: Any, room: list[int], owns: dict[int, Any]) -> Any:
         return owns.setdefault(id(value), value.detach().requires_grad_())
     if kind not in _CONTAINERS or room[0] <= 0:
         return value
-    room[0] -= len(value)
+    room[0] -= len(value) if depth < _DEEPEST else room[0]
     if kind is tuple:
-        return tuple(_own(one, room, owns) for one in value)
+        return tuple(_own(one, room, owns, depth + 1) for one in value)
     own = owns[id(value)] = value.copy()  # at once: other threads may be writing there
     if kind is not set:
         for place, one in list(own.items() if kind is dict else enumerate(own)):
-            own[place] = _own(one, room, owns)
+            own[place] = _own(one, room, owns, depth + 1)
     return own
 
 
