@@ -398,26 +398,28 @@ class Remembering(nn.Module):
         return result + sum(made)
 
 
+def bytes_after_two_steps(model: nn.Module, width: int, budget: int, method: str = "auto") -> list[bytes]:
+    """What is left of a model that is trained under a budget, or plainly with 0."""
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        nn.init.uniform_(parameter, -0.1, 0.1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    opened = spillway.manage(model, optimizer, budget=budget, method=method) if budget else nullcontext()
+    with opened as memory:
+        for _ in range(2):
+            x = torch.randn(width, width)
+            with memory.step(x) if memory is not None else nullcontext():
+                model(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    return [tensor.detach().numpy().tobytes() for tensor in model.state_dict().values()]
+
+
 def test_a_forward_that_finds_blocks_in_a_paged_step_leaves_buffers_as_they_were() -> None:
     width = 128
-
-    def trained(budget: int) -> list[bytes]:
-        torch.manual_seed(0)
-        model = Remembering(width)
-        optimizer = torch.optim.SGD(model.parameters(), 0.01)
-        opened = spillway.manage(model, optimizer, budget=budget) if budget else nullcontext()
-        with opened as memory:
-            for _ in range(2):
-                x = torch.randn(width, width)
-                with memory.step(x) if memory is not None else nullcontext():
-                    model(x).square().mean().backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
-        return [tensor.detach().numpy().tobytes() for tensor in model.state_dict().values()]
-
-    expected = trained(0)
+    expected = bytes_after_two_steps(Remembering(width), width, 0)
     for halves in range(11, 24, 2):  # where a tensor comes back to depends on what there is room for
-        assert trained(halves * width * width * 2) == expected
+        assert bytes_after_two_steps(Remembering(width), width, halves * width * width * 2) == expected
 
 
 class Recalling(nn.Module):
@@ -446,19 +448,10 @@ def test_an_extra_forward_leaves_what_a_custom_op_returned_as_it_was(method: str
     operations.impl("bank", torch.library.fallthrough_kernel, "Autograd")
 
     def trained(budget: int) -> list[bytes]:
-        torch.manual_seed(0)
         banks[0] = torch.zeros(width, width)
         model = Recalling(width, torch.ops.spillway_recalled.bank)
-        optimizer = torch.optim.SGD(model.parameters(), 0.01)
-        opened = spillway.manage(model, optimizer, budget=budget, method=method) if budget else nullcontext()
-        with opened as memory:
-            for _ in range(2):
-                x = torch.randn(width, width)
-                with memory.step(x) if memory is not None else nullcontext():
-                    model(x).square().mean().backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
-        return [tensor.detach().numpy().tobytes() for tensor in (banks[0], *model.state_dict().values())]
+        left = bytes_after_two_steps(model, width, budget, method)
+        return [banks[0].numpy().tobytes(), *left]
 
     assert trained(1 << 30 if method == "mimose-published" else 22 * width * width * 2) == trained(0)
 

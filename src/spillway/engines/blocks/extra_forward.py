@@ -263,12 +263,11 @@ def _returned_alone(result: Any) -> list[Tensor]:
     tensors = [torch.empty(0), *_tensors(result)]
     least, *held = [sys.getrefcount(tensor) for tensor in tensors]
     usual = least + (2 if isinstance(result, Tensor) else 1)  # who called holds it, and this function, or their list
-    alone = [one for one, count in zip(tensors[1:], held, strict=True) if count == usual and _holders(one) == 1]
-    return [one for one in alone if all(owners(part.untyped_storage()) == 2 for part in _parts(one))]
-
-
-def _holders(tensor: Tensor) -> int:
-    return int(cast(Any, tensor)._use_count())
+    alone = [cast(Any, one) for one, count in zip(tensors[1:], held, strict=True) if count == usual]
+    return [
+        one for one in alone
+        if one._use_count() == 1 and all(owners(part.untyped_storage()) == 2 for part in _parts(one))
+    ]  # fmt: skip
 
 
 def _begin(storage: torch.UntypedStorage) -> int:

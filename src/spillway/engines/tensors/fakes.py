@@ -70,8 +70,7 @@ def remembered(func: Any, args: Any, kwargs: Any) -> Any:
     if key not in _outcomes:
         if len(_outcomes) >= _MOST:
             _outcomes.clear()
-        again: list[FakeTensor] = []
-        _outcomes[key] = _outcome(out, operands) if key == _key(func, args, kwargs, again) else None
+        _outcomes[key] = _outcome(out, operands) if key == _key(func, args, kwargs, []) else None
     return out
 
 
@@ -150,10 +149,8 @@ def _described(result: Any, operands: list[FakeTensor], addresses: list[int]) ->
     if result.is_inference() != torch.is_inference_mode_enabled():  # a view is what it is of
         return None
     with torch._C._DisableTorchDispatch():
-        usual = (
-            torch.empty_strided(made.shape, made.strides, dtype=made.dtype, device="meta").untyped_storage().nbytes()
-        )
-    there = storage_of(result).nbytes()
+        like = torch.empty_strided(made.shape, made.strides, dtype=made.dtype, device="meta")
+    usual, there = storage_of(like).nbytes(), storage_of(result).nbytes()
     if of == _FRESH:
         return made if not made.offset and there == usual else None
     return made if there >= usual + made.offset * made.dtype.itemsize else None  # of one that was made smaller
