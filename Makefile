@@ -13,7 +13,7 @@ WITHOUT_NATIVE := $(patsubst %,tests/cpu/test_%.py,exactness soft_budget reclaim
 # The interpreter that sees a GPU, with torch, pytest and hypothesis installed: nothing is downloaded for these two.
 GPU_PYTHON ?= python3
 
-.PHONY: demo test test-busy test-newest test-gpu check docs bench bench-gpu papers clean
+.PHONY: demo test test-all test-busy test-newest test-gpu check docs bench bench-gpu papers clean
 
 # Compiled now, so that nothing waits for it later; where there is no compiler everything runs without it.
 demo: $(INSTALLED)
@@ -26,9 +26,13 @@ demo: $(INSTALLED)
 test: export PYTHONDONTWRITEBYTECODE :=
 test: $(INSTALLED)
 	-@$(RUN)/spillway build
-	$(RUN)/python -m pytest $(BESIDE) --without-torch tests/pure tests/architecture
-	$(RUN)/python -m pytest $(BESIDE) --ignore=tests/pure --ignore=tests/architecture
-	SPILLWAY_NATIVE=0 $(RUN)/python -m pytest $(BESIDE) $(WITHOUT_NATIVE)
+	$(RUN)/python -m pytest $(BESIDE) $(LONG) --without-torch tests/pure tests/architecture
+	$(RUN)/python -m pytest $(BESIDE) $(LONG) --ignore=tests/pure --ignore=tests/architecture
+	SPILLWAY_NATIVE=0 $(RUN)/python -m pytest $(BESIDE) $(LONG) $(WITHOUT_NATIVE)
+
+# What is marked `long` too: before a change of what runs is given to others. Half an hour and more on two processors.
+test-all:
+	$(MAKE) test LONG=--long
 
 # Three times in a row beside four processes that are busy: what holds only on an idle machine fails here. Some two hours.
 test-busy: $(INSTALLED)

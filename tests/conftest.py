@@ -1,7 +1,9 @@
-"""Tiers: `pure` and `architecture` do without torch, `cpu` needs torch, the marker `gpu` needs a CUDA device."""
+"""Tiers: `pure` and `architecture` do without torch, `cpu` needs torch, the marker `gpu` needs a CUDA device, and what
+the marker `long` names runs with `--long` alone."""
 
 from __future__ import annotations
 
+import collections
 import ctypes
 import gc
 import os
@@ -11,6 +13,8 @@ from typing import Any
 
 import hypothesis
 import pytest
+
+from tests.shared import FULL_AUDIT
 
 # The same examples on every run and every machine: a failure seen in CI is the failure seen at home.
 hypothesis.settings.register_profile("spillway", derandomize=True, deadline=None)
@@ -27,6 +31,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--without-torch", action="store_true", help="refuse every import of torch")
+    parser.addoption("--long", action="store_true", default=FULL_AUDIT, help="also what takes long (make test-all)")
     parser.addoption("--screenshots", metavar="FOLDER", help="write the pictures of the documents, from tests/pages")
 
 
@@ -77,11 +82,28 @@ def _each(call: Any, tensors: list[Any]) -> None:
         call(ctypes.py_object(tensor))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--long") and not any("::" in named for named in config.args):
+        tests = collections.defaultdict(list)
+        for item in items:
+            tests[item.nodeid.partition("[")[0]].append(item)
+        left_out = {item for cases in tests.values() for item in _long(cases)}
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+        items[:] = [item for item in items if item not in left_out]
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and not _has_cuda():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and torch sees none"))
+
+
+def _long(cases: list[pytest.Item]) -> list[pytest.Item]:
+    """Of the cases of one test those that take long; `long(but=2)` keeps two, the same ones in every process."""
+    marked = cases[0].get_closest_marker("long")
+    if marked is None:
+        return []
+    but = marked.kwargs.get("but", 0)
+    kept = {(2 * number + 1) * len(cases) // (2 * but) for number in range(but)}
+    return [case for number, case in enumerate(cases) if number not in kept]
 
 
 def _has_cuda() -> bool:

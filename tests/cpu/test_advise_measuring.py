@@ -122,6 +122,7 @@ def advise(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int,
     return int(ended.value.code or 0), out, err
 
 
+@pytest.mark.long
 def test_a_workload_is_measured_answered_remembered_and_written(
     workload: str, cached: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -215,6 +216,7 @@ def test_a_function_without_the_argument_is_told_so(workload: str) -> None:
         measuring._built(request | {"workload": "resnet51"}, 1)
 
 
+@pytest.mark.long
 def test_a_trial_that_dies_or_finds_no_memory_takes_nobody_with_it(workload: str) -> None:
     with RealBench(f"{workload}:dies", options={}, seed=0, output=lambda line: None, steps=1) as dying:
         with pytest.raises(SpillwayError, match=r"measured plain at batch 2 ended: it was ended by SIGTERM"):

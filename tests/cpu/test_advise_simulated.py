@@ -13,6 +13,7 @@ from tests.cpu.test_advise_measuring import advise
 ASKED = ("bert-small", "--simulate", "v100-pcie", "--memory", "1GB", "--methods", "checkpoint", "--batches", "32,64,96")
 
 
+@pytest.mark.long
 def test_every_depth_and_width_is_answered_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "page.html"
     shapes = ("--layers", "1,2", "--width", "64,128")
@@ -34,6 +35,7 @@ def test_every_depth_and_width_is_answered_and_drawn(tmp_path: Path, capsys: pyt
     assert "layers" in drawn
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", [(), ("--verify",), ("--devices", "1,4", "--link", "1GB/s"), ("--json",)])
 def test_what_is_simulated_is_nowhere_called_measured(
     how: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]

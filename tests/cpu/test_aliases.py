@@ -22,6 +22,7 @@ from tests.cpu.pressure import PLENTY, Move, is_moved, put_away
 SIDE = 64
 
 
+@pytest.mark.long
 def test_every_alias_sees_what_it_sees_without_a_session_whenever_it_was_taken() -> None:
     done = run_python("from tests.cpu.alias_cases import main; main()")
     every = product(ALIASES, MOMENTS, KINDS)
@@ -151,6 +152,7 @@ def unfrozen() -> Iterator[None]:
     gc.unfreeze()
 
 
+@pytest.mark.long(but=4)
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("of", [lambda t: t, lambda t: t[3:], lambda t: t.view(torch.int32), lambda t: t.detach()])
 def test_what_was_loaded_and_is_shown_by_an_array_stays(
@@ -204,6 +206,7 @@ def test_a_tensor_over_the_memory_of_another_keeps_it_where_it_is(together: bool
             assert (alias == 2).all()
 
 
+@pytest.mark.long
 def test_first_steps_of_several_threads_may_begin_at_once() -> None:
     done = run_python(
         """

@@ -80,6 +80,7 @@ def jumble(turns: int, seed: int) -> int:
     return wrong + sum(not bool((tensor == value).all()) for tensor, value in held)
 
 
+@pytest.mark.long
 def test_contents_stay_and_no_more_is_resident_than_was_used_at_once(served: Arena) -> None:
     before = arena.counts()
     assert jumble(3000, 0) == 0
@@ -91,6 +92,7 @@ def test_contents_stay_and_no_more_is_resident_than_was_used_at_once(served: Are
     assert twice <= (after.moved - before.moved) / 16  # where pages lay in many short mappings (rule 3)
 
 
+@pytest.mark.long
 def test_pages_in_short_mappings_are_faulted_in_anew_and_not_moved_one_by_one() -> None:
     """In a process of its own, whose addresses nobody has used before."""
     if not library.wanted():
@@ -118,6 +120,7 @@ def test_pages_in_short_mappings_are_faulted_in_anew_and_not_moved_one_by_one() 
     assert ran(script).split() == ["256", "1", "0", "12", "True", "True", "0", "True"]
 
 
+@pytest.mark.long
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the number of `mremap` is that of x86-64")
 @pytest.mark.parametrize("error", [errno.EINVAL, errno.ENOMEM])
 def test_where_pages_cannot_be_moved_they_are_given_back(error: int) -> None:
@@ -140,6 +143,7 @@ def test_where_pages_cannot_be_moved_they_are_given_back(error: int) -> None:
     assert ran(script, str(error)).split() == ["0", "True", "True", "True"]
 
 
+@pytest.mark.long
 def test_what_a_failed_move_leaves_unmapped_is_nobodys_until_somebody_else_maps_it() -> None:
     if not library.wanted():
         pytest.skip("SPILLWAY_NATIVE=0")
@@ -247,6 +251,7 @@ def test_tensors_outlive_the_last_holder_and_the_free_pages_go_back(served: Aren
     assert bool((kept == 1).all())
 
 
+@pytest.mark.long
 def test_tensors_outlive_the_interpreter() -> None:
     script = """
         import builtins, torch
@@ -285,6 +290,7 @@ def test_the_profiler_takes_no_block_for_one_that_lay_there_before(served: Arena
     assert heard(held.clear) == 0
 
 
+@pytest.mark.long
 def test_a_session_takes_no_page_twice(served: Arena) -> None:
     others = arena.counts().live
     model = torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(16)])
@@ -304,6 +310,7 @@ def test_a_session_takes_no_page_twice(served: Arena) -> None:
     assert arena.counts().peak_resident <= others + 24 * MiB + 128 * KiB
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("environment", "said"),
     [
@@ -323,6 +330,7 @@ def test_without_the_native_part_sessions_run_and_say_so_once(
     assert said in warned
 
 
+@pytest.mark.long
 def test_a_library_that_does_not_load_is_named(tmp_path: Path) -> None:
     where = ran(
         "from spillway.native import library; print(library.library_path())", XDG_CACHE_HOME=str(tmp_path)
@@ -369,6 +377,7 @@ fcntl.flock = flock
 """
 
 
+@pytest.mark.long
 def test_two_processes_compile_once(tmp_path: Path) -> None:
     if not library.wanted(library.HOOK):
         pytest.skip(f"SPILLWAY_NATIVE={os.environ['SPILLWAY_NATIVE']}")
@@ -386,6 +395,7 @@ def test_two_processes_compile_once(tmp_path: Path) -> None:
     assert len(list((tmp_path / "spillway" / "native").glob("*.so"))) == len(library.PARTS)
 
 
+@pytest.mark.long
 def test_build_says_where_the_library_lies_and_why_there_is_none(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -50,6 +50,7 @@ def most_above(name: str, method: str, budget: int | None, *, hidden: int = 0) -
             return max(above), max(report.peak_bytes for report in memory.history)
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_no_step_holds_more_than_its_budget_by_the_allocators_own_count(name: str) -> None:
     serving = Arena()

@@ -64,6 +64,7 @@ def without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     compiled.cache_clear()
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("without_a_compiler")
 def test_a_session_that_compiles_trains_as_one_that_does_not() -> None:
     losses = []
@@ -84,6 +85,7 @@ def test_tensors_of_any_length_are_packed_to_the_same_bytes() -> None:
     assert_packed_as_op_by_op(compiled(torch.device("cpu")), (GROUP, 3 * GROUP + 17, 1100 * GROUP))
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")  # of what torch compiles with
 def test_a_real_compiler_packs_to_the_same_bytes() -> None:
     compiled.cache_clear()

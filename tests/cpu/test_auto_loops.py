@@ -311,12 +311,14 @@ LOOPS = [
 ]  # fmt: skip
 
 
+@pytest.mark.long(but=2)
 @pytest.mark.filterwarnings("ignore:3 steps of Net have told nothing")
 @pytest.mark.parametrize(("loop", "share"), in_turn(LOOPS, [1.05, 0.55, 0.36]))
 def test_what_lru_trains_auto_trains_to_the_same_bits(loop: Loop, share: float) -> None:
     trains_as_lru(loop, share)
 
 
+@pytest.mark.long(but=2)
 @pytest.mark.parametrize("loop", RETURNING, ids=lambda one: one.__name__)
 @pytest.mark.usefixtures("counted")
 def test_steps_that_recomputing_is_enough_for_are_not_watched_op_by_op_for_ever(loop: Loop) -> None:
@@ -445,6 +447,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Auto, "end", told)
 
 
+@pytest.mark.long(but=2)
 @pytest.mark.filterwarnings("ignore:3 steps of Net have told nothing")
 @pytest.mark.parametrize(
     ("kind", "share"),
@@ -455,6 +458,7 @@ def test_what_nobody_expected_of_a_step_is_no_reason_to_refuse_it(kind: str, sha
     trains_as_lru(surprises(kind), share)
 
 
+@pytest.mark.long(but=2)
 @pytest.mark.parametrize("lends", [True, False])
 @pytest.mark.parametrize("action", [Action.OFFLOAD, Action.RECOMPUTE_OFFLOADED, Action.SELECTIVE])
 def test_nor_is_what_plans_had_made_of_blocks_by_then(
@@ -495,6 +499,7 @@ def test_a_watched_step_whose_blocks_are_recomputed_leaves_all_parameters_free_t
     assert memory.history[0].escaped == 0
 
 
+@pytest.mark.long(but=3)
 @pytest.mark.parametrize("failing", [1, 4])
 @pytest.mark.parametrize("how", ["raises", "no batch"])
 def test_first_steps_that_tell_nothing_are_made_up_for(how: str, failing: int) -> None:

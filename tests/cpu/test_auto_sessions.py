@@ -45,6 +45,7 @@ def plain() -> tuple[list[bytes], int, int]:
     return bits, memory.history[-1].start_bytes, max(one.peak_bytes for one in memory.history)
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("share", [0.2, 0.4, 0.7, 1.0])
 def test_the_bits_are_the_plain_ones_and_the_budget_is_kept(share: float, plain: tuple[list[bytes], int, int]) -> None:
     bits, start, peak = plain
@@ -152,6 +153,7 @@ def test_what_a_session_counts_is_no_news_to_the_engine_beside_it() -> None:
     assert len(told) == 1, "the last, which shows that an engine is there to be told"
 
 
+@pytest.mark.long(but=2)
 @pytest.mark.parametrize(("name", "share"), [("vgg", 0.9), ("by hand", 0.7), ("perceptron", 0.9)])
 def test_budgets_between_floor_and_peak_are_never_refused(name: str, share: float) -> None:
     """These were, where a first step without optimizer state told too little, or something unknown was tried."""
@@ -172,6 +174,7 @@ def test_budgets_between_floor_and_peak_are_never_refused(name: str, share: floa
     assert max(one.peak_bytes for one in reports) <= budget
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.filterwarnings("ignore:`torch.jit")
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
 @pytest.mark.parametrize(
@@ -211,6 +214,7 @@ def grown(forwards: int) -> Training:
     return training
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("forwards", [0, 2, 4])
 def test_several_forwards_a_step_are_planned_or_left_to_the_tensor_engine(forwards: int) -> None:
     training = grown(forwards)
@@ -246,6 +250,7 @@ def test_steps_in_which_all_fits_and_the_update_takes_the_most_are_left_to_block
         assert all(report.peak_bytes <= report.projected_bytes <= 1.001 * report.peak_bytes for report in planned)
 
 
+@pytest.mark.long(but=2)
 @pytest.mark.parametrize("fit", [0, 8])
 @pytest.mark.parametrize("late", [False, True], ids=["at once", "by a worker"])
 def test_where_the_spill_directory_is_full_the_step_goes_on_without(
@@ -406,6 +411,7 @@ def test_several_models_and_one_that_is_compiled_are_left_to_it_from_the_beginni
         assert isinstance(memory._now, TensorSession)  # type: ignore[attr-defined]
 
 
+@pytest.mark.long
 def test_a_model_that_another_session_manages_is_left_to_the_tensor_engine() -> None:
     plain, training = Training(), Training()
     with managed(training, "1GiB", "mimose") as first, managed(training, "1GiB") as memory:
@@ -434,6 +440,7 @@ def test_a_forward_that_fails_before_blocks_are_found_is_the_users_error() -> No
         assert memory.blocks
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 def test_compiled_blocks_run_compiled_from_the_first_step_on_where_they_fit() -> None:
     def trained(method: str | None) -> list[bytes]:

@@ -203,6 +203,7 @@ FILLING = """
 """
 
 
+@pytest.mark.long
 def test_a_spill_directory_that_fills_up_slows_a_step_or_ends_it_with_one_sentence_and_nothing_is_lost() -> None:
     done = run_python(FILLING)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -119,6 +119,7 @@ def test_lengths_share_plans_of_auto_within_the_budget() -> None:
     assert "plans" not in plain
 
 
+@pytest.mark.long
 def test_budget_counts_steps_over_budget_and_losses_that_differ() -> None:
     result = quick("budget")
     plain, *rows = result.rows
@@ -152,6 +153,7 @@ def test_race_goes_on_without_a_competitor_that_is_refused() -> None:
     assert rows_by(result, "competitor")["checkpoint"]["losses"] == "as plain"
 
 
+@pytest.mark.long
 def test_deltas_tables_have_every_number_of_the_paper_beside_one_of_ours() -> None:
     pytest.importorskip("transformers")
     shared("papers/tables/delta_table2_memory_MB.csv")
@@ -200,6 +202,7 @@ def test_an_explanation_holds_by_the_numbers_of_its_row_alone(
     assert unexplained([{**otherwise, "why": letter}, {**explained, "why": ""}]) == [{**otherwise, "why": letter}]
 
 
+@pytest.mark.long
 def test_convergence_compares_every_loss() -> None:
     result = quick("convergence")
     assert [row["method"] for row in result.rows] == ["plain", "delta", "delta-published"]
@@ -215,6 +218,7 @@ def test_a_step_that_is_profiled_takes_what_the_account_says() -> None:
     assert abs(measured / account.peak - 1) < 0.05
 
 
+@pytest.mark.long
 def test_reach_finds_a_budget_that_works_and_tries_what_refusals_tell() -> None:
     rows = quick("reach").rows
     ways = itertools.product(("stdlib-lm", "deep-narrow"), ("lru", "delta", "delta-published"))
@@ -225,6 +229,7 @@ def test_reach_finds_a_budget_that_works_and_tries_what_refusals_tell() -> None:
         assert row["identical"]
 
 
+@pytest.mark.long
 def test_exactness_compares_a_family_under_every_policy() -> None:
     result = quick("exactness")
     (row,) = result.rows

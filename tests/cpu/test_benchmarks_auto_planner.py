@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.cpu.benchmarks_quick import quick
 
 
@@ -18,6 +20,7 @@ def test_plans_are_beside_their_bounds_and_never_over_what_is_available() -> Non
         assert all(one["first"] <= (one["mimose"] or 99) + 1e-9 for one in row["instances"])
 
 
+@pytest.mark.long
 def test_on_paper_nothing_of_today_is_faster_in_the_same_memory() -> None:
     result = quick("auto_paper")
     assert all(check.met for check in result.checks)

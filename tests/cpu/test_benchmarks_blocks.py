@@ -10,6 +10,7 @@ import pytest
 from tests.cpu.benchmarks_quick import quick, rows_by
 
 
+@pytest.mark.long
 def test_block_exactness_compares_models_under_every_action_mixed_and_revoked() -> None:
     pytest.importorskip("transformers")
     from spillway.methods.actions import LOSSLESS
@@ -28,6 +29,7 @@ def test_block_exactness_compares_models_under_every_action_mixed_and_revoked() 
     assert [check.measured for check in result.checks] == [0, 0, 18]
 
 
+@pytest.mark.long
 def test_block_mixtures_draws_them_on_the_engine_and_in_sessions() -> None:
     result = quick("block_mixtures")
     assert {row["where"] for row in result.rows} == {"engine", "session"}
@@ -67,6 +69,7 @@ def test_block_exactness_tells_of_a_second_run_that_is_not_the_first(monkeypatch
     assert [check.measured for check in result.checks] == [1, 0, 19]
 
 
+@pytest.mark.long
 def test_block_cost_counts_the_python_calls_that_an_idle_engine_adds() -> None:
     pytest.importorskip("transformers")
     result = quick("block_cost")
@@ -102,6 +105,7 @@ def test_mimose_budget_measures_the_peak_of_every_step() -> None:
     assert row["sizes"] > row["plans"] >= 4
 
 
+@pytest.mark.long
 def test_mimose_convergence_compares_every_loss_and_the_state_at_the_end() -> None:
     result = quick("mimose_convergence")
     _, row = result.rows
@@ -110,6 +114,7 @@ def test_mimose_convergence_compares_every_loss_and_the_state_at_the_end() -> No
     assert [check.measured for check in result.checks] == [0] * 4
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 @pytest.mark.parametrize("name", ["block_programs", "block_refusals"])
 def test_programs_and_refusals_of_the_block_engine_have_none_that_are_wrong(name: str) -> None:

@@ -95,6 +95,7 @@ def test_extras_outside_of_their_interval_are_told() -> None:
     assert [check.met for check in method_extras.judge(result(narrow))] == [False, True]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["costs_plain", "costs_methods"])
 def test_small_models_are_foretold_by_others(name: str) -> None:
     shared("data/dtr/logs.zip")
@@ -124,6 +125,7 @@ def test_published_peaks_are_read_as_their_scripts_wrote_them(tmp_path: Path) ->
     assert NAMED["GPT-Small"].peaks(file) == {19: 14806 * 10**6}
 
 
+@pytest.mark.long
 def test_the_update_takes_no_time_where_the_published_clock_stops_before_it() -> None:
     def seconds(name: str, options: dict[str, object], bench: type[AsTimed | SimulatedBench]) -> float:
         return bench(name, steps_of(name, options), device_of("v100")).measure("plain", 2).seconds or 0.0
@@ -172,6 +174,7 @@ def test_cuda_is_asked_where_no_free_block_is_large_enough() -> None:
     assert asked((30 * MiB, 0, 1), (15 * MiB, 1, 2), (15 * MiB, 1, 2), (30 * MiB, 2, 5)) == [1, 0, 0, 0, 0]
 
 
+@pytest.mark.long
 def test_hardware_that_nothing_was_fitted_to() -> None:
     rows = quick("costs_hardware").rows
     assert [(row["device"], row["count"], row["method"]) for row in rows] == [

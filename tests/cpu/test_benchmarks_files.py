@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.cpu.benchmarks_quick import quick
 
 
+@pytest.mark.long
 def test_files_that_nobody_should_have_written_end_in_one_sentence() -> None:
     result = quick("files")
     assert {check.what: check.measured for check in result.checks if check.measured} == {}, result.notes

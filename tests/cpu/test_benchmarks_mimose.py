@@ -125,6 +125,7 @@ def test_plans_of_an_epoch_are_as_many_as_the_page_says() -> None:
     assert counts == [(124, 65), (171, 59), (171, 59), (190, 92), (23, 23), (71, 71), (71, 71), (61, 61)]
 
 
+@pytest.mark.long
 def test_mimose_planning_times_plans_and_counts_them() -> None:
     pytest.importorskip("transformers")
     result = quick("mimose_planning")

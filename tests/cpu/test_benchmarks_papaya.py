@@ -120,6 +120,7 @@ def test_of_exact_lines_a_quarter_of_the_sizes_foretells_the_rest() -> None:
     assert len(published._quarter({1: 1.0, 2: 2.0, 3: 3.0}, random.Random(0))) == 2
 
 
+@pytest.mark.long
 def test_the_model_holds_here_on_a_tiny_network() -> None:
     result = quick("papaya_here")
     rows = rows_by(result, "method")
@@ -209,6 +210,7 @@ def test_a_method_that_does_not_do_what_is_said_of_it_is_counted() -> None:
     assert next(here._of_verdicts("x", left, pays=False)).met is False
 
 
+@pytest.mark.long
 def test_networks_where_a_method_pays_are_measured_as_the_others_are() -> None:
     benchmark = named("papaya_pays")
     result = benchmark.measured(benchmark.quick, lambda text: None)
@@ -261,6 +263,7 @@ def test_a_prime_batch_is_chosen_among_those_that_were_fitted(low: int, high: in
     assert here.prime_between(low, high) == expected
 
 
+@pytest.mark.long
 def test_the_five_models_are_simulated() -> None:
     result = quick("papaya_simulated")
     assert {row["model"] for row in result.rows} == {"ResNet-50", "Bert-Large"}
@@ -298,6 +301,7 @@ def test_the_largest_batch_is_found_where_peaks_bend(limit: int, guess: int) -> 
     assert bench.asked < 40
 
 
+@pytest.mark.long
 def test_the_implications_are_swept() -> None:
     result = quick("papaya_implications")
     devices = [name for name in (implications.DEVICES, implications.FITTED) for _ in range(8)]

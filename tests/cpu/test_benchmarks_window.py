@@ -10,6 +10,7 @@ from tests.cpu.benchmarks_quick import quick, rows_by
 from tests.shared import shared
 
 
+@pytest.mark.long
 def test_links_are_fitted_at_one_batch_and_another_comes_out_near_the_paper() -> None:
     shared("papers/tables/ooc_table1_resnet50_ips.csv")
     result = quick("window_table1")

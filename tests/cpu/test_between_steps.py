@@ -82,6 +82,7 @@ READS: dict[str, Act] = {
 }
 
 
+@pytest.mark.long(but=7)
 @pytest.mark.parametrize("name", READS)
 def test_reading_between_steps(name: str) -> None:
     def program(model: nn.Module, optimizer: Optimizer, trainer: Trainer) -> list[Any]:
@@ -180,6 +181,7 @@ WRITES: dict[str, Act] = {
 }
 
 
+@pytest.mark.long(but=8)
 @pytest.mark.parametrize(("name", "before"), in_turn(WRITES, ["absent", "back with a copy", "as the step left it"]))
 def test_writing_between_steps(name: str, before: str) -> None:
     def program(model: nn.Module, optimizer: Optimizer, trainer: Trainer) -> list[Any]:
@@ -361,6 +363,7 @@ HOOKS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
+@pytest.mark.long(but=2)
 @pytest.mark.parametrize("name", HOOKS)
 def test_a_hook_reads_hidden_states_and_weights_in_the_middle_of_a_forward(name: str) -> None:
     def program(model: nn.Module, optimizer: Optimizer, trainer: Trainer) -> list[Any]:
@@ -386,6 +389,7 @@ def test_a_hook_reads_hidden_states_and_weights_in_the_middle_of_a_forward(name:
     assert_trains_as_plainly(program, share=90)
 
 
+@pytest.mark.long(but=2)
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_checkpoint_written_in_the_middle_of_a_step(order: str) -> None:
     def program(model: nn.Module, optimizer: Optimizer, trainer: Trainer) -> list[Any]:

@@ -37,6 +37,7 @@ FOUND = {
 }
 
 
+@pytest.mark.long(but=2)
 @pytest.mark.parametrize("name", UNREPEATED)
 def test_blocks_are_found_and_a_step_ends_as_a_plain_one_does(name: str) -> None:
     subject = subject_of(name, UNREPEATED[name])
@@ -46,6 +47,7 @@ def test_blocks_are_found_and_a_step_ends_as_a_plain_one_does(name: str) -> None
         assert (outcome.wrong, outcome.is_idle(WAYS[way]), outcome.kept) == ("", False, {})
 
 
+@pytest.mark.long(but=3)
 @pytest.mark.parametrize("method", ["checkpoint", "mimose"])
 @pytest.mark.parametrize("name", ["vgg", "perceptron"])
 def test_sessions_find_them_also_in_a_sequential_that_is_the_model(name: str, method: str) -> None:
@@ -80,6 +82,7 @@ def test_the_peak_is_lower_if_they_are_recomputed(
     assert peaks[3] < share * peaks[1]
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("seed", [2, 6, 15, 18, 19, 33])
 def test_random_networks_train_as_they_do_plainly(seed: int) -> None:
     subject = subject_of(str(seed), lambda _: random_network(seed))

@@ -88,6 +88,7 @@ def told_after_others_gave_up() -> list[int]:
     return found
 
 
+@pytest.mark.long
 def test_what_others_gave_up_between_steps_makes_no_room() -> None:
     """In a process of its own: what earlier tests left, and give up meanwhile, is in the resident set as well."""
     code = f"from {__name__} import told_after_others_gave_up; print(max(told_after_others_gave_up()))"
@@ -113,6 +114,7 @@ def test_a_step_is_not_refused_for_what_a_library_reserves(when: str, reserve: C
     assert memory.history[0].peak_bytes <= budget
 
 
+@pytest.mark.long
 def test_a_step_that_takes_too_much_is_refused_all_the_same(reserve: Callable[[], None]) -> None:
     training = Training((64,))
     training.model.blocks[2].register_forward_pre_hook(lambda *_: reserve())
@@ -120,6 +122,7 @@ def test_a_step_that_takes_too_much_is_refused_all_the_same(reserve: Callable[[]
         run(training, memory)
 
 
+@pytest.mark.long
 def test_what_others_give_up_within_a_step_makes_no_room() -> None:
     training = Training()
     with managed(

@@ -34,6 +34,7 @@ SESSIONS: Final = (0, 2, 4, 5)
 pytestmark = pytest.mark.filterwarnings("ignore:.*spectral_norm.*:FutureWarning")
 
 
+@pytest.mark.long(but=17)
 @pytest.mark.parametrize("seed", range(len(CASES)), ids=list(CASES))
 def test_a_mixture_ends_as_plain_steps_do_whatever_is_given_up_on_the_way(seed: int) -> None:
     verdict = on_the_engine(seed)
@@ -41,6 +42,7 @@ def test_a_mixture_ends_as_plain_steps_do_whatever_is_given_up_on_the_way(seed: 
     assert verdict.wrong == ""
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("seed", SESSIONS, ids=[list(IN_SESSIONS)[seed] for seed in SESSIONS])
 def test_a_session_keeps_the_budget_whatever_the_plan_mixes(seed: int) -> None:
     verdict = in_a_session(seed)
@@ -68,6 +70,7 @@ def test_bytes_that_are_lost_when_a_copy_in_is_forgotten_are_found_out(monkeypat
     assert any(on_the_engine(seed).wrong for seed in range(len(CASES)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fault", ["nothing gives way", "copies in look for no room"])
 def test_a_session_without_a_part_of_the_account_is_refused(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted faults of the second test."""
@@ -282,6 +285,7 @@ def begun_at(budget: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[tuple[i
     return found, memory.history[-1].peak_bytes
 
 
+@pytest.mark.long
 def test_copies_in_begin_where_the_plan_has_them_begin_if_there_is_room_and_later_if_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -31,6 +31,7 @@ FAILED: dict[int, str] = {
 TorchScript whose first run does not count."""
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("seed", FAILED)
 def test_programs_that_went_wrong_train_as_they_do_plainly(seed: int) -> None:
     verdict = judge(seed, FAILED[seed], 1 << 30, plainly(seed))
@@ -38,6 +39,7 @@ def test_programs_that_went_wrong_train_as_they_do_plainly(seed: int) -> None:
     assert verdict.refused is None
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("seed", [200, 201, 202])
 def test_random_programs_train_as_they_do_plainly(seed: int) -> None:
     verdict = judge(seed, METHODS[seed % 3], 1 << 30, plainly(seed))
@@ -150,6 +152,7 @@ def test_transforms_of_functions_inside_a_block_and_around_the_model(method: str
     assert all(map(torch.equal, trained(False), trained(True)))
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("method", METHODS)
 def test_scripted_modules_inside_blocks(method: str) -> None:
     seed = 3

@@ -104,6 +104,7 @@ def plainly() -> list[bytes]:
     return run(training=Training(), memory=None)
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize(("share", "method"), in_turn([0.15, 0.5, 0.9], ["mimose", "mimose-published", "checkpoint"]))
 def test_the_bits_are_the_plain_ones_and_the_budget_is_kept(
     method: str, share: float, peaks: tuple[int, int], plainly: list[bytes]
@@ -183,6 +184,7 @@ def test_kept_blocks_are_revoked_when_room_gets_short(peaks: tuple[int, int], pl
     assert max(report.peak_bytes for report in memory.history) <= budget
 
 
+@pytest.mark.long
 def test_a_budget_below_what_recomputing_everything_takes_is_refused_with_one_that_works() -> None:
     training = Training((64, 64, 64))
     with managed(training, "1GiB", "checkpoint", report=spillway.ReportOptions(timeline=True)) as memory:
@@ -205,6 +207,7 @@ def test_a_budget_below_what_recomputing_everything_takes_is_refused_with_one_th
             run(training, memory)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["checkpoint", "mimose"])
 def test_what_an_optimizer_needs_for_itself_is_known_before_it_begins(method: str) -> None:
     def trained(budget: int) -> list[int]:
@@ -411,6 +414,7 @@ def test_an_evaluation_between_forward_and_backward_changes_nothing(
     assert all(report.projected_bytes for report in memory.history[4:])
 
 
+@pytest.mark.long
 def test_two_forwards_before_one_backward_are_recomputed_and_never_the_reason_of_a_refusal() -> None:
     def train(training: Training, memory: BlockSession | None) -> list[bytes]:
         torch.manual_seed(1)
@@ -463,6 +467,7 @@ def test_a_model_that_writes_to_its_input_is_called_once_with_it() -> None:
     assert tokens.unique().tolist() == [1]
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("native", [True, False])
 def test_a_profiler_of_the_users_goes_on_and_what_it_hides_is_not_called_measured(
     monkeypatch: pytest.MonkeyPatch, native: bool

@@ -40,6 +40,7 @@ def most() -> int:
     return max(report.peak_bytes for report in memory.history)
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("action", ACTIONS)
 def test_the_bits_are_the_plain_ones_and_less_is_held(action: Action, most: int) -> None:
     found, reports = trained(action)
@@ -52,6 +53,7 @@ def test_the_bits_are_the_plain_ones_and_less_is_held(action: Action, most: int)
         assert (report.stall_seconds > 0) <= action.moves
 
 
+@pytest.mark.long
 def test_what_is_offloaded_is_smaller_where_only_inputs_are() -> None:
     (_, inputs), (_, everything) = trained(Action.RECOMPUTE_OFFLOADED), trained(Action.OFFLOAD)
     assert 0 < inputs[-1].bytes_out < everything[-1].bytes_out
@@ -83,6 +85,7 @@ def test_inputs_that_others_have_in_memory_when_they_are_wanted_do_not_come_from
     assert most <= least
 
 
+@pytest.mark.long
 def test_copies_ahead_give_way_to_the_budget() -> None:
     _, reports = trained(Action.OFFLOAD)
     budget = int(0.75 * max(report.peak_bytes for report in reports))
@@ -121,6 +124,7 @@ def test_a_session_quantizes_only_where_it_is_allowed_to(action: Action) -> None
     assert run(training, None) == run(Training(), None), "nothing was begun"
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("action", LOSSY)
 def test_lossy_training_holds_less_and_its_losses_are_near_the_plain_ones(action: Action, most: int) -> None:
     plain, (found, reports) = run(Training(), None), trained(action, blocks=spillway.BlockOptions(lossy=True))
@@ -138,6 +142,7 @@ def test_lossy_training_holds_less_and_its_losses_are_near_the_plain_ones(action
         assert report.recomputed_blocks == (4 if action.recomputes else 0)
 
 
+@pytest.mark.long
 def test_the_same_seed_trains_to_the_same_bits_twice_in_as_many_bits_as_are_asked_for() -> None:
     def once(bits: int) -> list[bytes]:
         training = Training()
@@ -175,6 +180,7 @@ class Residual(torch.nn.Module):
         return x.mean((2, 3))
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("share", [0.35, 0.5, 0.65, 0.8])
 def test_blocks_hold_results_only_as_far_as_every_other_can_be_recomputed_beside_them(share: float) -> None:
     def steps(budget: int | None, method: str | Checkpoint) -> tuple[list[float], int]:
@@ -316,6 +322,7 @@ def test_the_run_file_tells_the_action(tmp_path: Path) -> None:
     assert '"action":"selective"' in (tmp_path / "run.jsonl").read_text("utf-8").splitlines()[0].replace(": ", ":")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("action", [Action.OFFLOAD, Action.COMPRESS_OFFLOADED])
 def test_copies_that_compute_waits_for_never_run_beside_it(action: Action, monkeypatch: pytest.MonkeyPatch) -> None:
     def trained_so(*, waits: bool) -> tuple[list[bytes], list[int], list[int]]:

@@ -171,6 +171,7 @@ def same(one: Any, other: Any) -> bool:
     return torch.equal(one, other) if isinstance(one, Tensor) else bool(one == other)
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # by torch, for tangents
 @pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")  # by torch, in `linearize`
 @pytest.mark.parametrize(

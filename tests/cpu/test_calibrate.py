@@ -87,6 +87,7 @@ def verb(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
     return int(ended.value.code or 0), capsys.readouterr().out
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("known_machine")
 def test_a_calibrated_machine_is_a_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "mine.json"

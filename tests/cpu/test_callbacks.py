@@ -152,6 +152,7 @@ def cases(method: str) -> Iterator[tuple[str, int, str, bool]]:
                     yield place, at, [*KINDS][(number + moment + 5 * caught) % len(KINDS)], caught
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("method", [*TENSORS, *BLOCKS])
 def test_what_the_users_code_raises_leaves_all_as_plainly_and_the_same_thread_trains_on(method: str) -> None:
     before = world()
@@ -199,6 +200,7 @@ def counted(kind: str, wrong: int, options: dict[str, Any] | None) -> tuple[Any,
     return told, state_of(training.model, training.optimizer)
 
 
+@pytest.mark.long(but=2)
 @pytest.mark.parametrize("kind", ["Mine", "KeyboardInterrupt", "SystemExit", "SpillwayError"])
 @pytest.mark.parametrize("way", WAYS)
 def test_what_a_forward_raises_is_raised_by_the_one_that_counts(way: str, kind: str) -> None:

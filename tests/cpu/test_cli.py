@@ -195,6 +195,7 @@ def test_a_percentage_of_a_device_is_said_to_be_one(spillway: Command) -> None:
     assert refused == "spillway: A share of the device's memory is more than 0 and at most 100%, and '150%' is not."
 
 
+@pytest.mark.long
 def test_half_is_half_of_the_device_in_every_verb_and_on_the_cpu_of_what_this_process_may_use(
     spillway: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -230,6 +231,7 @@ def test_a_method_that_nobody_knows_is_refused_with_those_that_exist(
     )
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize(
     ("workload", "expected"),
     [
@@ -247,6 +249,7 @@ def test_a_workload_that_is_none_is_refused(spillway: Command, workload: str, ex
     assert sentence(spillway("train", workload, "--budget", "1MiB", "--steps", 1)).startswith(expected)
 
 
+@pytest.mark.long
 def test_a_spill_directory_that_cannot_be_used_is_refused(spillway: Command) -> None:
     command = ("train", "workloads.py:small", "--budget", "1MiB", "--spill-directory", "workloads.py/inside")
     assert "The spill directory workloads.py/inside cannot be used" in sentence(spillway(*command))
@@ -317,6 +320,7 @@ a card,net,ckpt,16,0.41,1640
 """
 
 
+@pytest.mark.long(but=3)
 @pytest.mark.parametrize(
     ("command", "to", "code", "said"),
     [
@@ -348,6 +352,7 @@ def test_a_budget_too_small_is_refused_with_a_larger_one(spillway: Command) -> N
     assert re.search(r"needs .* in memory at once and 97\.66 KiB are allowed: .* \d+ bytes", refusal)
 
 
+@pytest.mark.long(but=2)
 @pytest.mark.parametrize(
     "command",
     [
@@ -364,6 +369,7 @@ def test_what_a_workload_raises_is_told_in_a_sentence_with_its_line(
     assert re.search(rf" raised {raised} \(\S*workloads\.py, line {line}\)", said), said
 
 
+@pytest.mark.long
 def test_a_run_that_the_system_kills_is_told_in_a_sentence(spillway: Command) -> None:
     assert sentence(spillway("train", "workloads.py:killed", "--budget", "1MiB")) == (
         "The process of the run ended after 0 steps: it was killed, as the system does when memory runs out."
@@ -410,6 +416,7 @@ def test_a_users_workload_trains_under_a_budget_bit_for_bit_as_without(spillway:
     assert {"aten::addmm", "resident", "budget", "thread_name"} <= names
 
 
+@pytest.mark.long
 def test_without_a_budget_a_run_only_keeps_account(spillway: Command) -> None:
     document = trained(spillway, "--budget", "none")
     assert (document["budget_bytes"], document["bytes_to_disk"], document["recomputed_ops"]) == (None, 0, 0)
@@ -417,6 +424,7 @@ def test_without_a_budget_a_run_only_keeps_account(spillway: Command) -> None:
     assert (document["identical"], document["ratio"], document["run_file"]) == (None, None, None)
 
 
+@pytest.mark.long
 def test_how_bytes_are_spilled_and_freed_can_be_chosen(spillway: Command) -> None:
     plainly = trained(spillway, "--budget", "1MiB", "--method", "lru", "--run-file", "plainly.jsonl")
     chosen = trained(
@@ -430,11 +438,13 @@ def test_how_bytes_are_spilled_and_freed_can_be_chosen(spillway: Command) -> Non
     assert chosen["losses"] == plainly["losses"]
 
 
+@pytest.mark.long
 def test_the_seed_decides_the_run(spillway: Command) -> None:
     losses = [trained(spillway, "--budget", "2MiB", "--seed", seed)["losses"] for seed in (1, 2)]
     assert losses[0] != losses[1]
 
 
+@pytest.mark.long
 def test_a_workload_that_is_not_twice_the_same_is_reported_and_fails(spillway: Command) -> None:
     ended = spillway("train", "workloads.py:changing", "--budget", "2MiB", "--steps", 2, "--plain-check", "--json")
     assert ended.code == 1
@@ -445,6 +455,7 @@ def test_a_workload_that_is_not_twice_the_same_is_reported_and_fails(spillway: C
     )
 
 
+@pytest.mark.long
 def test_the_demo_has_a_row_for_every_run_and_writes_its_pages(
     spillway: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:

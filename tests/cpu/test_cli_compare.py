@@ -150,6 +150,7 @@ def test_a_row_that_cannot_be_worked_out_leaves_the_others_and_exit_code_1(
     assert "Incomplete: 2 of 4 rows were worked out." in Path("page.html").read_text("utf-8")
 
 
+@pytest.mark.long
 def test_ctrl_c_keeps_what_is_done(tmp_path: Path) -> None:
     record(tmp_path, 300)
     program = "import sys; from spillway.cli import main; main(sys.argv[1:])"

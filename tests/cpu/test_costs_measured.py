@@ -137,6 +137,7 @@ def test_figures_lie_below_the_home_directory_by_default(
     assert len(list((tmp_path / ".cache" / "spillway").glob("machine-*.json"))) == 1
 
 
+@pytest.mark.long
 def test_what_is_measured_here_is_a_device_with_everything(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr(measured, "PATIENCE", 0.0)
@@ -205,6 +206,7 @@ def test_the_costs_of_things_are_told_apart_and_none_is_below_0(
     assert watching._law(steps) == pytest.approx(law)
 
 
+@pytest.mark.long
 def test_a_small_model_is_watched_and_pressed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(watching, "_ROUNDS", 1)
     shape = watching._PRESSED[-1]

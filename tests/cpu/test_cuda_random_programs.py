@@ -34,6 +34,7 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> list[LateStreams]:
     return made
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 def test_random_programs_are_identical_within_their_budget_or_rightly_refused(devices: list[LateStreams]) -> None:
     rows = [{"seed": seed, **row} for seed in range(PROGRAMS) for row in judge_all(seed, 5)]
@@ -77,6 +78,7 @@ def _free_what_is_being_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CudaMachine, "_let_go", lambda self, wanted: None)
 
 
+@pytest.mark.long(but=2)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "break_something", [_bring_back_a_flipped_bit, _use_what_has_not_arrived, _free_what_is_being_copied]

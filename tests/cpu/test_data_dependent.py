@@ -64,6 +64,7 @@ def test_what_came_before_room_was_short_is_moved_and_what_comes_after_may_be_dr
     assert (reports[3].moves > 0, reports[3].drops > 0) == (True, True)
 
 
+@pytest.mark.long
 def test_reports_of_what_varies_are_those_of_a_witness() -> None:
     for row in quick("data_dependent").rows:
         assert (row["over"], row["unlike"], row["less"], row["more"], row["verdict"]) == (0, 0, 0, 0, "identical")

@@ -92,6 +92,7 @@ def sites_of(name: str) -> list[set[Site]]:
     return [{recorder.architecture.ops[key].site for key in path.keys.tolist()} for path in paths]
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("name", SIZES)
 def test_a_pilot_that_is_wrong_on_every_decision_costs_no_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Referee, "acting", property(lambda self: self.pilots[0]))
@@ -189,6 +190,7 @@ def foreign(path: Path) -> None:
     pilot_file(path, "var-bert", width=64)
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize(
     ("spoil", "reason"),
     [(damaged, "cut or damaged"), (foreign, "which this model has not"), (Path.unlink, "No such file")],

@@ -76,6 +76,7 @@ def compared(ops: Iterable[Any], *, dtypes: int, samples: int) -> Compared:
     return watching
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("part", range(4))
 def test_what_is_remembered_is_what_torch_tells(part: int) -> None:
     fakes._outcomes.clear()

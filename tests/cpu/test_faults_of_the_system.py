@@ -71,6 +71,7 @@ def state_before_each_op() -> list[int]:
     return [hash(tuple(state_of(*stopped_plainly(number)).items())) for number in range(ops_of_a_step())]
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("order", ORDERS)
 def test_ctrl_c_at_every_op(order: str) -> None:
     """At every op under two of the orders, every second one under each; in the full audit all under all."""
@@ -111,6 +112,7 @@ def signal_at_line(number: int, line: int) -> Iterator[None]:
         sys.settrace(before)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGCHLD, signal.SIGALRM, signal.SIGTERM, signal.SIGUSR1])
 def test_a_handler_that_raises_waits_until_the_books_are_closed(number: int) -> None:
     def raises(number: int, frame: FrameType | None) -> None:
@@ -204,6 +206,7 @@ def wait_for_children(but: set[str]) -> None:
     raise AssertionError("children live on")
 
 
+@pytest.mark.long(but=2)
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_loader_that_is_started_in_a_step_changes_nothing(order: str) -> None:
     def play(memory: spillway.Session | None) -> Any:
@@ -515,6 +518,7 @@ MAPPINGS = """
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("limit", "amounts", "word"),
     [(MEMORY, (0, 60, 120, 240, 1000, 300_000), "memory"), (DESCRIPTORS, (0,), ""), (MAPPINGS, (0, 3), "")],

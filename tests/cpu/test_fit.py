@@ -161,6 +161,7 @@ def loop(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.long
 def test_a_loop_prints_and_ends_as_it_does_plainly_and_keeps_the_budget(loop: Path) -> None:
     plain = run(loop, "--epochs", 6)
     fitted = run(loop, "--epochs", 6, fit=("--budget", "4MiB", "--json", "-o", str(loop.parent / "page.html")))
@@ -174,6 +175,7 @@ def test_a_loop_prints_and_ends_as_it_does_plainly_and_keeps_the_budget(loop: Pa
     assert "auto" in (loop.parent / "page.html").read_text()
 
 
+@pytest.mark.long
 def test_without_a_budget_the_peak_is_told_and_which_budgets_would_work(loop: Path) -> None:
     watched = run(loop, "--epochs", 6, fit=())
     assert watched.returncode == 6
@@ -185,6 +187,7 @@ def test_without_a_budget_the_peak_is_told_and_which_budgets_would_work(loop: Pa
     assert which.endswith(f"KiB {loop} --epochs 6")
 
 
+@pytest.mark.long
 def test_a_module_runs_as_python_runs_it(loop: Path, tmp_path: Path) -> None:
     package = tmp_path / "pack"
     (package / "age").mkdir(parents=True)
@@ -201,6 +204,7 @@ def test_a_module_runs_as_python_runs_it(loop: Path, tmp_path: Path) -> None:
     assert json.loads(fitted.stderr)["steps"] == 6
 
 
+@pytest.mark.long
 def test_exceptions_are_the_scripts_own(loop: Path) -> None:
     plain, fitted = run(loop, "--fail", 2), run(loop, "--fail", 2, fit=("--budget", "4MiB", "--method", "lru"))
     assert (fitted.stdout, fitted.returncode) == (plain.stdout, 1)
@@ -209,6 +213,7 @@ def test_exceptions_are_the_scripts_own(loop: Path) -> None:
     assert fitted.stderr.endswith("        with memory.step(batch):\n")
 
 
+@pytest.mark.long
 def test_ctrl_c_within_a_step_is_the_scripts_own(loop: Path) -> None:
     fitted = run(loop, "--epochs", 12, fit=("--budget", "4MiB"))
     assert fitted.returncode == 130
@@ -217,6 +222,7 @@ def test_ctrl_c_within_a_step_is_the_scripts_own(loop: Path) -> None:
     assert "spillway: 7 steps of a loop took at most " in fitted.stderr
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("source", "found"), [(TRAINER, "transformers.Trainer"), (ACCELERATE, "Accelerate")])
 def test_what_a_library_trains_is_found(source: str, found: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
@@ -232,6 +238,7 @@ def test_what_a_library_trains_is_found(source: str, found: str, tmp_path: Path)
     assert told["lines"][0].startswith("from spillway.integrations.")
 
 
+@pytest.mark.long
 def test_processes_that_lightning_starts_are_under_the_budget_too(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(LIGHTNING)
@@ -262,6 +269,7 @@ def together_in_this_process() -> list[list[float]]:
     return losses
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("source", "sentence", "code"),
     [
@@ -300,6 +308,7 @@ def test_what_cannot_be_is_said_in_one_sentence(source: str, sentence: str, code
         assert "1.00 MiB are allowed: the smallest budget that should work is " in last
 
 
+@pytest.mark.long
 def test_a_refusal_is_in_the_json_and_has_a_page(tmp_path: Path) -> None:
     script, page = tmp_path / "train.py", tmp_path / "page.html"
     script.write_text(

@@ -14,6 +14,7 @@ from spillway.workloads.recorded import record
 SMALL = {"layers": 1, "width": 64, "batch": 2}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "options", "by"),
     [

@@ -11,6 +11,7 @@ from spillway.internals.host_reads import HOST_READS
 from tests.cpu.another_process import run_python
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("when", ["leave_when_told", "leave_for_room"])
 def test_what_is_read_past_the_dispatcher_is_there_when_it_is_read(when: str) -> None:
     done = run_python(f"from tests.cpu import host_reading; host_reading.{when}()", SPILLWAY_NATIVE="arena")

@@ -81,6 +81,7 @@ def played(method: Callable[[], Any], end: str, directory: Path) -> Any:
     return model, optimizer
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["lru", "delta"])
 def test_a_hundred_sessions_leave_nothing(method: str, tmp_path: Path) -> None:
     for end in ENDS:
@@ -114,6 +115,7 @@ def test_a_model_keeps_its_values_and_no_descriptor_when_its_session_was_forgott
     assert left(tmp_path) == before
 
 
+@pytest.mark.long
 def test_sessions_leave_no_more_resident_memory_than_the_first_did(tmp_path: Path) -> None:
     def resident() -> int:
         gc.collect()

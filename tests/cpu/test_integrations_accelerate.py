@@ -93,6 +93,7 @@ def epoch(accelerator: Accelerator, situation: str, model: Any, optimizer: Any, 
 MATRIX = {"Accelerate": Row(trained)}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "situation"), cells(MATRIX))
 def test_the_table_says_what_happens(name: str, situation: str) -> None:
     check(MATRIX, name, situation)

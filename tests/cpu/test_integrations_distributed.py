@@ -81,6 +81,7 @@ MATRIX = {
 }
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize(("name", "situation"), cells(MATRIX))
 def test_the_table_says_what_happens(name: str, situation: str) -> None:
     check(MATRIX, name, situation)
@@ -119,6 +120,7 @@ def apart(answers: list[dict[str, Any]]) -> float:
     return max(first) - min(first)
 
 
+@pytest.mark.long
 def test_of_three_ranks_that_wait_for_each_other_all_stop(tmp_path: Path) -> None:
     with group(3, tmp_path, PROGRAM) as processes:
         asked = {"what": "refused", "kind": "DDP", "method": "delta", "budgets": [1 << 30, 1 << 30, 1 << 19]}
@@ -128,6 +130,7 @@ def test_of_three_ranks_that_wait_for_each_other_all_stop(tmp_path: Path) -> Non
     assert answers[0]["told"][0][1].startswith("Rank 2 stops all ranks: ")
 
 
+@pytest.mark.long
 def test_a_rank_that_nobody_can_call_out_of_its_collective_says_the_sentence_and_ends() -> None:
     asked = {"what": "refused", "kind": "DDP", "method": "lru", "budgets": [1 << 30, 1 << 19]}
     code, said = two().ending(0, **asked, blind=True)
@@ -145,6 +148,7 @@ listening = ranks.Ranks(torch.distributed.group.WORLD)
 """
 
 
+@pytest.mark.long
 def test_a_process_that_ends_with_an_open_session_ends_well() -> None:
     ended = subprocess.run(
         [sys.executable, "-c", LISTENING], capture_output=True, text=True, timeout=HANGS, check=False
@@ -183,6 +187,7 @@ def test_the_example_has_the_losses_of_the_same_script_without_its_two_lines(way
     assert 0 < max(peaks) <= 160 << 20
 
 
+@pytest.mark.long
 def test_the_example_runs_under_torchrun(tmp_path: Path) -> None:
     """By the command of the page on integrations."""
     (shown,) = blocks((ROOT / "docs" / "integrations.md").read_text("utf-8"), "sh")
@@ -205,6 +210,7 @@ def test_the_example_runs_under_torchrun(tmp_path: Path) -> None:
     assert sorted(losses) == sorted(told_by_example(without=True))
 
 
+@pytest.mark.long
 def test_ranks_that_do_not_agree_would_gather_other_parts() -> None:
     """The planted fault: nobody is asked."""
     kind = "FSDP2, parts"

@@ -80,6 +80,7 @@ MATRIX = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "situation"), cells(MATRIX))
 def test_the_table_says_what_happens(name: str, situation: str) -> None:
     check(MATRIX, name, situation)

@@ -121,6 +121,7 @@ MATRIX = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "situation"), cells(MATRIX))
 def test_the_table_says_what_happens(name: str, situation: str) -> None:
     check(MATRIX, name, situation)
@@ -162,6 +163,7 @@ def test_optimizers_of_the_trainer(tmp_path: Path, optim: str) -> None:
     plain_and_managed(tmp_path, {"optim": optim}, method="delta")
 
 
+@pytest.mark.long(but=2)
 @pytest.mark.parametrize(
     "options",
     [
@@ -179,6 +181,7 @@ def test_arguments_of_the_trainer(tmp_path: Path, options: dict[str, Any]) -> No
     plain_and_managed(tmp_path, options, budget="8MiB")
 
 
+@pytest.mark.long
 def test_a_step_is_known_by_all_its_micro_batches(tmp_path: Path) -> None:
     callback = plain_and_managed(tmp_path, {"gradient_accumulation_steps": 2}, method="mimose")
     assert callback.memory is not None
@@ -228,6 +231,7 @@ def test_several_trainings_of_one_trainer(tmp_path: Path) -> None:
     assert len(callbacks[0].memory.history) == 2
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("method", ["auto", "delta"])
 @pytest.mark.parametrize(
     ("event", "error"),
@@ -270,6 +274,7 @@ def test_what_is_raised_in_a_training_comes_out_unharmed_and_nothing_stays(
     assert trainer.train().metrics["spillway_peak_bytes"] <= 5 * 2**20
 
 
+@pytest.mark.long
 def test_a_step_that_does_not_fit_is_refused_with_a_budget_that_works(tmp_path: Path) -> None:
     for method in ("delta", "auto", "mimose"):
         with pytest.raises(BudgetInfeasible) as refusal:

@@ -66,6 +66,7 @@ def numbers(method: str, phase: str) -> list[int]:
     return sorted([*sorted(set(firsts.values()) - set(far))[:: 8 * apart], *sorted(far)[:: 48 * apart]])
 
 
+@pytest.mark.long(but=2)
 @pytest.mark.parametrize("act", ACTS)
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("method", [*TENSORS, *BLOCKS, PAGED] if FULL_AUDIT else METHODS)
@@ -86,6 +87,7 @@ def test_interrupted_at_any_line_the_same_thread_trains_on(method: str, phase: s
     assert reached > 0.7 * len(chosen) / (1 if FULL_AUDIT else 2)
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("known", [False, True], ids=["sizes found", "sizes known"])
 @pytest.mark.parametrize(
     "method", [Mimose(Options(exact_bytes=False)), Mimose.as_published()], ids=["mimose", "mimose-published"]

@@ -128,6 +128,7 @@ def what_is_open() -> tuple[Any, ...]:
 # ---------------------------------------------------------------------- errors
 
 
+@pytest.mark.long(but=19)
 @pytest.mark.parametrize(("percent", "order"), some_of(itertools.product(range(0, 100, 5), ORDERS), 0.5))
 def test_an_error_before_any_op_leaves_what_it_would_have_left_plainly(percent: int, order: str) -> None:
     number = ops_of_a_step() * percent // 100
@@ -169,6 +170,7 @@ PLACES: dict[str, Callable[[nn.Sequential, Optimizer, Callable[..., None]], Any]
 }
 
 
+@pytest.mark.long(but=23)
 @pytest.mark.parametrize(
     ("place", "order", "act"), some_of(itertools.product(PLACES, ORDERS, [fails, interrupts]), 0.5)
 )
@@ -187,6 +189,7 @@ def test_the_error_of_the_body_is_the_one_that_is_seen() -> None:
         assert memory.history == []
 
 
+@pytest.mark.long(but=3)
 @pytest.mark.parametrize("wide", [2, 5])
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_refused_step_leaves_what_an_error_before_that_op_would_have_left(wide: int, order: str) -> None:
@@ -343,6 +346,7 @@ def _count_lines(order: str) -> int:
             return count[0]
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize(("part", "order"), in_turn([0, 1, 2, 3], ORDERS))
 def test_ctrl_c_at_a_line_of_the_engine_is_ctrl_c_between_two_ops(part: int, order: str) -> None:
     lines = lines_of_a_step(order)
@@ -371,6 +375,7 @@ class KilledIn(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("order", ORDERS)
 def test_ctrl_c_from_the_system_is_ctrl_c_between_two_ops(order: str) -> None:
     ops = ops_of_a_step()

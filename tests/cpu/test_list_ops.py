@@ -85,6 +85,7 @@ def _called(op: Any) -> Any:
     return frozen((out, args, kwargs, [tensor._version for tensor in args[0]] if isinstance(args[0], list) else None))
 
 
+@pytest.mark.long(but=3)
 @pytest.mark.parametrize("lists", sorted({_lists(op) for op in _list_ops()}))
 def test_an_op_over_lists_needs_no_more_than_its_largest_element(lists: int) -> None:
     ops = [op for op in _list_ops() if _lists(op) == lists]
@@ -223,6 +224,7 @@ def test_lists_that_do_not_match_are_left_to_torch_to_complain_of() -> None:
     assert _under(12 * ONE, _a_list_of_another_length)[0] == _a_list_of_another_length()
 
 
+@pytest.mark.long
 def test_forms_of_an_optimizer_are_held_to_the_floor_of_the_single_tensor_form() -> None:
     rows = quick("list_optimizers").rows
     assert [row["form"] for row in rows] == ["single", "foreach", "fused"] * 4

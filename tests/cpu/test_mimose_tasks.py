@@ -11,6 +11,7 @@ from tests.cpu.test_benchmarks import quick
 from tests.shared import shared
 
 
+@pytest.mark.long
 def test_mimose_tasks_sets_every_way_to_run_an_epoch_beside_the_plain_one() -> None:
     shared("papers/tables/mimose_table1_tasks.csv")
     result = quick("mimose_tasks")

@@ -170,6 +170,7 @@ def test_the_books_are_those_of_the_handlers_in_python(
     assert taken > 6 > none == 0
 
 
+@pytest.mark.long(but=4)
 @pytest.mark.parametrize("seed", range(16))
 def test_random_programs_end_in_the_same_state_by_the_same_way(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     program, name = random_program(9_700_000 + seed), ALIKE[seed % len(ALIKE)]
@@ -288,6 +289,7 @@ def test_what_does_not_fit_makes_room_as_before() -> None:
     engine.close()
 
 
+@pytest.mark.long
 def test_a_replay_computes_under_the_settings_of_the_first_time() -> None:
     x = torch.full((64, 64), 1e-38)
     engine = engine_for(LRU(), 1 << 30, x)
@@ -496,6 +498,7 @@ assert len(asked) == 2
 """
 
 
+@pytest.mark.long
 def test_a_session_that_ends_in_the_middle_of_an_op_leaves_nothing_half_freed() -> None:
     environment = dict(os.environ, PYTHONMALLOC="debug")
     ran = subprocess.run([sys.executable, "-c", ENDS_IN_AN_OP], env=environment, capture_output=True, text=True)
@@ -522,6 +525,7 @@ engine.close()
 """
 
 
+@pytest.mark.long
 def test_the_storage_of_a_result_may_be_garbage_in_a_circle() -> None:
     ran = subprocess.run([sys.executable, "-c", STORAGE_IN_GARBAGE], capture_output=True, text=True)
     assert (ran.returncode, ran.stderr) == (0, "")

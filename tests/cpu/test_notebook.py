@@ -70,6 +70,7 @@ def trained(steps: int) -> spillway.Session:
     return memory
 
 
+@pytest.mark.long
 def test_every_cell_of_the_notebook_runs_and_the_training_is_shown_in_one_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -82,6 +82,7 @@ def complaints(audit: Audit, topic: str) -> dict[str, list[str]]:
     return {what: sorted(where)[:3] for what, where in sorted(audit.found[topic].items())}
 
 
+@pytest.mark.long
 def test_every_op_is_replayed_bit_for_bit_or_stands_in_the_table_of_those_that_are_not(audit: Audit) -> None:
     assert complaints(audit, "replays") == {}
 

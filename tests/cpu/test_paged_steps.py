@@ -88,6 +88,7 @@ def trained(rows: Sequence[int], memory: BlockSession | None, training: Training
 ROWS = (LARGE, SMALL, LARGE, 960, SMALL, 80, LARGE)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("named", [True, False])
 @pytest.mark.parametrize("method", METHODS)
 def test_a_block_that_does_not_fit_runs_inside_the_tensor_engine(method: str, named: bool) -> None:
@@ -125,6 +126,7 @@ def test_without_the_tensor_engine_such_a_step_passes_the_budget(monkeypatch: py
     assert most() > BUDGET
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("fused", [True, False])
 def test_an_optimizer_that_does_not_fit_at_once_does_not_end_the_step(fused: bool) -> None:
     def of_many() -> Training:
@@ -241,6 +243,7 @@ def test_what_is_away_comes_back_before_a_step_that_nobody_watches() -> None:
         assert memory.history[-1].ops == 0
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("how", ["an exception", "a signal", "closing"])
 @pytest.mark.parametrize("turn", [1, 2])
 def test_whatever_ends_a_paged_step_the_same_thread_trains_on(turn: int, how: str) -> None:

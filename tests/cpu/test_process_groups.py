@@ -151,6 +151,7 @@ def test_a_block_that_communicates_runs_once(method: str) -> None:
     assert memory.history[0].recomputed_blocks == 1
 
 
+@pytest.mark.long
 def test_what_is_in_flight_and_not_held_is_told_by_these_programs(tmp_path: Path) -> None:
     """The planted fault: the engine forgets what is in flight."""
     with group(2, tmp_path) as processes:
@@ -170,6 +171,7 @@ def test_where_one_rank_refuses_all_do_and_a_later_process_group_knows_nothing_o
     assert [answer["trace"] for answer in again] == [answer["trace"] for answer in plain.answers]
 
 
+@pytest.mark.long
 def test_a_refusal_inside_a_communication_hook_is_a_refusal(two: Group) -> None:
     plain = plainly(two, "ddp, PowerSGD")
     answers = two.ask(program="ddp, PowerSGD", method="lru", budget=int(0.4 * plain.peak))

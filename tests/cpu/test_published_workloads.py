@@ -26,6 +26,7 @@ SMALL = {
 }
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", SMALL)
 def test_a_published_model_trains_and_fake_tensors_tell_the_same_step(name: str) -> None:
@@ -42,6 +43,7 @@ def test_a_published_model_trains_and_fake_tensors_tell_the_same_step(name: str)
     assert {op.phase for op in fake.step.ops} == set(Phase)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("name", "gflop"), [("resnet50", 24.3), ("swin", 26.9)])
 def test_a_model_of_pictures_computes_in_a_step_three_times_what_its_paper_says(name: str, gflop: float) -> None:
@@ -51,6 +53,7 @@ def test_a_model_of_pictures_computes_in_a_step_three_times_what_its_paper_says(
     assert sum(op.flops for op in recorded.step.ops) / 2e9 == pytest.approx(gflop, rel=0.02)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 def test_bert_base_with_its_optimizer_takes_less_than_a_megabyte(tmp_path: Path) -> None:
     recorded = spillway.record("bert-base", fake=True, batch=8, length=128)
@@ -64,6 +67,7 @@ def test_bert_base_with_its_optimizer_takes_less_than_a_megabyte(tmp_path: Path)
     }
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("name", SMALL)
 def test_the_same_seed_gives_the_same_model_and_batches_which_draw_from_a_stream_of_their_own(name: str) -> None:
     one, two, other = (get(name, seed=seed, **SMALL[name]) for seed in (3, 3, 4))
@@ -116,6 +120,7 @@ def test_without_transformers_one_sentence_says_what_to_install(monkeypatch: pyt
         get("bert-base")
 
 
+@pytest.mark.long
 def test_the_verb_writes_a_file_and_says_what_is_in_it(tmp_path: Path) -> None:
     path = tmp_path / "step.jsonl.gz"
     done = CliRunner().invoke(app, ["record", "resnet", "--fake", "--batch", "4", "-o", str(path), "--json"])

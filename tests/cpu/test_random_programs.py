@@ -60,6 +60,7 @@ def test_random_programs_are_identical_within_their_budget_or_rightly_refused(ro
     assert wrong == {}, shrink
 
 
+@pytest.mark.long(but=2)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("seed", ONCE_WRONG)
 def test_a_program_that_was_wrong_once_is_right(seed: int) -> None:
@@ -68,6 +69,7 @@ def test_a_program_that_was_wrong_once_is_right(seed: int) -> None:
     assert known.row["complaints"] + row["complaints"] == []
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 def test_programs_whose_steps_are_recorded_planned_and_followed_are_identical() -> None:
     rows = [judge_planned(seed) for seed in (6, 13, 38)]
@@ -126,6 +128,7 @@ def _forget_what_was_written_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Controller, "overwrite", lambda self, storage, recipe: Value(storage, recipe))  # put nowhere
 
 
+@pytest.mark.long(but=2)
 @pytest.mark.parametrize(
     "break_something",
     [

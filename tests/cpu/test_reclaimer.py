@@ -181,6 +181,7 @@ print(wishes() - before)
 """
 
 
+@pytest.mark.long
 def test_huge_pages_are_asked_for_where_the_wish_ends_with_the_block() -> None:
     # In the heap it stays: later on an op that creates 1 MiB made the process 4 MiB larger, and at 35 % of the plain
     # peak the resident set went 13 MiB further above the budget than it had to.
@@ -214,6 +215,7 @@ print(held, still)
 """
 
 
+@pytest.mark.long
 def test_while_a_session_is_open_the_c_library_returns_nothing_by_itself() -> None:
     # 20 storages of 24 MiB, one after the other: 6,144 pages each, touched anew wherever they went back.
     if not hasattr(ctypes.CDLL(None), "mallopt"):
@@ -260,6 +262,7 @@ else:
 """
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("where", ["first", "thread", "failed"])
 def test_the_free_end_of_every_heap_goes_back(where: str) -> None:
     # A thread has a heap of its own, whose end `malloc_trim` leaves alone: sessions in threads counted on pages that

@@ -63,6 +63,7 @@ def test_the_peak_and_the_ops_are_those_that_the_engine_counts_when_it_keeps_all
     assert len(recorded.step.ops) == report.ops
 
 
+@pytest.mark.long(but=2)
 @pytest.mark.parametrize("name", SMALL)
 def test_fake_tensors_tell_the_very_same_step(name: str) -> None:
     """Real ones in a dispatch mode, where torch takes the same formulas as for fake ones: a mask of attention is added

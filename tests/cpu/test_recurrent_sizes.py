@@ -46,6 +46,7 @@ def test_no_more_is_created_than_expected(dtype: torch.dtype, steps: int, batch:
     assert [name for name, created, expected in beside.seen if created > expected] == []
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_forward_creates_what_was_expected_to_the_byte(dtype: torch.dtype) -> None:
     drawn = random.Random(0)

@@ -35,6 +35,7 @@ FACTORED = Case(network="classifier", optimizer="Adafactor", form="single", seed
 MASKED = Case(network="classifier", optimizer="Rprop", form="foreach", seed=1)
 
 
+@pytest.mark.long(but=2)
 @pytest.mark.parametrize("case", [*CASES.values(), FACTORED, MASKED], ids=str)
 def test_a_refusal_of_the_tensor_engine_names_what_works_and_hardly_more(case: Case) -> None:
     def trained(budget: Bytes) -> Bytes | BudgetInfeasible:
@@ -50,6 +51,7 @@ def test_a_refusal_of_the_tensor_engine_names_what_works_and_hardly_more(case: C
         assert isinstance(trained(int(refusal.smallest_budget / refusal_cases.TOO_MUCH)), BudgetInfeasible)
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("method", block_refusal_cases.METHODS)
 def test_a_refusal_of_the_block_engine_names_what_works_and_hardly_more(method: str) -> None:
     refusal = block_refusal_cases.trained(3, method, 100_000)
@@ -59,6 +61,7 @@ def test_a_refusal_of_the_block_engine_names_what_works_and_hardly_more(method: 
     assert isinstance(block_refusal_cases.trained(3, method, less), BudgetInfeasible)
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("method", ["checkpoint", "mimose"])
 def test_a_refusal_says_what_it_takes_where_gradients_stay_allocated(method: str) -> None:
     def trained(budget: Bytes) -> BudgetInfeasible | None:
@@ -99,6 +102,7 @@ class _Cells(nn.Module):
         return x
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("action", [Action.OFFLOAD, Action.SELECTIVE_OFFLOADED, Action.COMPRESS])
 def test_a_refusal_names_what_works_whatever_becomes_of_blocks(action: Action) -> None:
     refusal = refused(_Cells(), torch.randn(32, 16), 100_000, Checkpoint(action))
@@ -106,6 +110,7 @@ def test_a_refusal_names_what_works_whatever_becomes_of_blocks(action: Action) -
     assert refused(_Cells(), torch.randn(32, 16), refusal.smallest_budget, Checkpoint(action)) is None
 
 
+@pytest.mark.long
 def test_what_blocks_are_called_with_is_named_where_it_stays_and_not_where_it_waits_elsewhere() -> None:
     def trained(budget: Bytes) -> BudgetInfeasible | None:
         model = nn.Sequential(*(Widening() for _ in range(24)))
@@ -128,6 +133,7 @@ def test_what_a_refusal_names_in_half_precision_is_called_a_bound_from_below(sho
         assert refusal.exact == (dtype is torch.float32)
 
 
+@pytest.mark.long(but=3)
 @pytest.mark.parametrize("case", [CASES["language"], CASES["tree"], MASKED], ids=str)
 @pytest.mark.parametrize("budget", [40_000, 250_000])
 def test_a_method_that_takes_a_multiple_of_the_budget_at_most_names_what_the_whole_step_takes(
@@ -210,6 +216,7 @@ def test_where_batches_vary_in_size_a_refusal_says_that_it_is_about_this_one(met
         assert "larger ones may need more" not in "".join(getattr(raised.value, "__notes__", ()))
 
 
+@pytest.mark.long(but=4)
 @pytest.mark.parametrize("method", ["auto", "checkpoint"])
 @pytest.mark.parametrize(
     "seed", range(block_refusal_cases.LARGE, block_refusal_cases.LARGE + len(block_refusal_cases.PLACES))
@@ -250,6 +257,7 @@ UNUSUAL = (2153, 2199, 2083, 2174, 2202, 2257, 2015, 2124, 2233)
 """One of each kind, with three blocks of 32 x 32: what is told of orthogonal weights takes an op a column."""
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 @pytest.mark.parametrize("seed", UNUSUAL, ids=[*block_refusal_cases.UNUSUAL])
 def test_unusual_weights_optimizers_and_gradients_are_counted(seed: int) -> None:
@@ -261,6 +269,7 @@ def test_unusual_weights_optimizers_and_gradients_are_counted(seed: int) -> None
     assert isinstance(block_refusal_cases.trained(seed, "checkpoint", less), BudgetInfeasible)
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize(
     ("method", "budget"), [("checkpoint", 4_811_028), ("mimose", 1_000_000), ("mimose", 5_773_234)]
 )
@@ -451,6 +460,7 @@ def test_what_gradients_of_short_convolutions_take_is_told(name: str) -> None:
     assert taken(run) == pytest.approx(tally.peak, rel=0.01)
 
 
+@pytest.mark.long
 def test_what_convolutions_take_is_told_of_processors_without_avx512_too() -> None:
     code = "from tests.cpu import taken_by_ops; taken_by_ops.main()"
     ran = run_python(code, ONEDNN_MAX_CPU_ISA="AVX2")
@@ -468,6 +478,7 @@ FORMS = [("AdamW", {"fused": True}), ("Adagrad", {"fused": True})] + [
 ]
 
 
+@pytest.mark.long(but=19)
 @pytest.mark.parametrize(("name", "form"), FORMS)
 @pytest.mark.parametrize("shapes", [((64, 128), (128, 64), (32, 256)), ((64, 128),) * 3, ((64, 64), (8,), (96, 64))])
 def test_what_an_update_takes_is_told(name: str, form: dict[str, Any], shapes: tuple[tuple[int, ...], ...]) -> None:
@@ -676,6 +687,7 @@ class Attending(nn.Module):
         return out
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("method", ["checkpoint", "mimose"])
 def test_what_blocks_take_that_have_not_run_is_reckoned_where_nothing_of_a_forward_can_be_told(method: str) -> None:
@@ -837,6 +849,7 @@ def test_where_kernels_of_short_numbers_are_not_known_a_refusal_is_a_bound_from_
     assert not refusal.exact
 
 
+@pytest.mark.long
 def test_the_first_step_takes_more_samples_and_a_later_one_has_state_beside_it() -> None:
     """Both are never there at once: their sum was named."""
     transformers = pytest.importorskip("transformers")
@@ -874,6 +887,7 @@ class Widening(nn.Module):
         return out
 
 
+@pytest.mark.long
 def test_a_loss_that_takes_more_than_the_usual_ones_is_named_as_it_was_seen_beside_the_state() -> None:
     """Of what it took nothing is explained by what is only added to be on the safe side."""
 
@@ -900,6 +914,7 @@ def test_a_loss_that_takes_more_than_the_usual_ones_is_named_as_it_was_seen_besi
         assert isinstance(trained(refusal.smallest_budget), int)
 
 
+@pytest.mark.long
 def test_where_hooks_update_within_the_backward_a_refusal_is_a_bound_from_below() -> None:
     """What the backward takes after the update that is refused nobody knows."""
 
@@ -972,6 +987,7 @@ def with_adam(model: nn.Module, x: Tensor, budget: Bytes, action: Action) -> Bud
         return max(report.peak_bytes for report in memory.history)
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("kind", [Adapted, Complex])
 @pytest.mark.parametrize("action", [Action.RECOMPUTE, Action.SELECTIVE])
 def test_what_recomputing_needs_is_enough_for_other_actions_and_so_is_more(action: Action, kind: Any) -> None:
@@ -1021,6 +1037,7 @@ def _under(action: Action, budget: Bytes, kind: type[nn.Sequential]) -> BudgetIn
     return with_adam(model, x, budget, action)
 
 
+@pytest.mark.long
 def test_what_the_step_before_left_outside_of_the_model_is_no_obstacle_to_telling() -> None:
     enough = _under(Action.RECOMPUTE, 1 << 30, nn.Sequential)
     assert isinstance(enough, int)

@@ -172,6 +172,7 @@ def test_a_refusal_of_the_tensor_engine_is_told_as_unheard(opened: str) -> None:
     assert told.smallest_budget == plain.smallest_budget
 
 
+@pytest.mark.long
 def test_what_ops_are_remembered_to_make_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model = LanguageModel(width=32, layers=2, heads=2, longest=32, dropout=0.1)

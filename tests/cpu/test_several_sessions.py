@@ -266,6 +266,7 @@ def test_steps_of_two_threads_on_one_storage_are_refused(shared: str) -> None:
 # ---------------------------------------------------------------------- what would end the process
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["checkpoint", "mimose"])
 def test_block_sessions_in_several_threads_at_once(method: str) -> None:
     done = run_python(
@@ -324,6 +325,7 @@ def test_block_sessions_in_several_threads_at_once(method: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.long
 def test_a_thread_that_ends_after_the_program_does_not_abort_it() -> None:
     """The thread is slow to end and the interpreter holds on to the GIL on its way out."""
     done = run_python(

@@ -96,6 +96,7 @@ WITHOUT_SECONDS: dict[str, Callable[[], AbstractPolicy]] = {
 storage in a page."""
 
 
+@pytest.mark.long(but=7)
 @pytest.mark.parametrize("share", [0.8, 0.6, 0.5])
 @pytest.mark.parametrize("method", WITHOUT_SECONDS)
 def test_every_decision_and_the_peak_are_those_of_the_tensor_engine(
@@ -144,6 +145,7 @@ def temporaries_of(step: Step, op: Op) -> Bytes:
     return sum(step.storages[step.values[value].storage].nbytes for value in op.creates)
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("seed", [1, 2])
 def test_a_plan_is_followed_on_real_tensors_as_on_paper(
     recorded: Recorded, seed: int, monkeypatch: pytest.MonkeyPatch
@@ -171,6 +173,7 @@ PLANNERS: dict[str, Callable[[], AbstractPlanner]] = {
 }  # fmt: skip
 
 
+@pytest.mark.long(but=5)
 @pytest.mark.parametrize("method", PLANNERS)
 def test_what_a_planner_planned_is_done_on_real_tensors_as_on_paper(recorded: Recorded, method: str) -> None:
     step = recorded.step

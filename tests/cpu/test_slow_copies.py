@@ -123,6 +123,7 @@ class Course:
         return refusal.smallest_budget
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", [Adapted, Complex])
 @pytest.mark.parametrize("fast", [0, 1])
 def test_what_a_refusal_names_works_however_slow_copies_become(
@@ -153,6 +154,7 @@ class Widening(nn.Module):
         return out
 
 
+@pytest.mark.long
 def test_what_is_still_leaving_and_what_is_read_ahead_have_the_same_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the largest block goes backward, the one behind it still leaves and the one before it comes in."""
     course = Course(

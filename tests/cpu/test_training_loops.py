@@ -35,6 +35,7 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
 }
 
 
+@pytest.mark.long(but=2)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_steps_as_it_does_plainly(name: str) -> None:
     def program(model: nn.Module, optimizer: Optimizer, trainer: Trainer) -> list[Tensor]:
@@ -64,6 +65,7 @@ def test_an_optimizer_that_calls_back_for_the_loss() -> None:
     assert_trains_as_plainly(program, lambda model: torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4))
 
 
+@pytest.mark.long(but=2)
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("where", ["before", "after"])
 def test_gradients_cleared_either_way_before_or_after(where: str, set_to_none: bool) -> None:

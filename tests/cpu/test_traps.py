@@ -273,6 +273,7 @@ def test_an_op_whose_size_depends_on_content_may_read_what_was_dropped(count: Ca
         assert image(count(numbers)) == expected
 
 
+@pytest.mark.long(but=7)
 @pytest.mark.parametrize("name", HARD_TO_FORETELL)
 def test_an_op_whose_size_is_hard_to_foretell_keeps_the_budget_or_is_refused(name: str) -> None:
     work, x, others = HARD_TO_FORETELL[name], matrix(), [matrix(n) for n in range(1, 9)]

@@ -41,6 +41,7 @@ def numbers() -> Iterator[int]:
     yield from range(3)
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize(("held", "experts"), [(list, 64), (numbers, 2), (Dies, 2)], ids=["many", "generator", "dies"])
 def test_what_a_block_holds_is_only_looked_at(held: Callable[[], Any], experts: int) -> None:
     def trained(budget: str | None) -> list[Tensor]:

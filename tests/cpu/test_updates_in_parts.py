@@ -85,6 +85,7 @@ def _tight(optimizer: str, method: str) -> Bytes:
     return Training(optimizer).under(None, method)[1] - LAYERS // 2 * ONE
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize(
     ("optimizer", "method", "closure"),
     [*((optimizer, "checkpoint", False) for optimizer in OPTIMIZERS), *(("AdamW", method, True) for method in METHODS)],
@@ -110,6 +111,7 @@ def test_the_budget_is_passed_if_nothing_is_cut_that_was_to_be(monkeypatch: pyte
         assert Training("AdamW").under(budget, "checkpoint")[1] > budget
 
 
+@pytest.mark.long(but=2)
 @pytest.mark.parametrize(("missing", "most"), [(0, LAYERS), (1, LAYERS // 2), (LAYERS // 2 + 1, LAYERS // 4)])
 def test_parts_are_as_large_as_fits(monkeypatch: pytest.MonkeyPatch, missing: int, most: int) -> None:
     budget = Training("AdamW").under(None, "checkpoint")[1] - missing * ONE + ONE // 8
@@ -165,6 +167,7 @@ def _calls_with_its_own(optimizer: torch.optim.Optimizer) -> object:
     return optimizer.register_step_pre_hook(lambda optimizer, args, kwargs: ((optimizer, *args[1:]), kwargs))
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize(
     ("around", "closure"),
     in_turn([_changes_rates, _schedules, _begins_anew, _adds_a_group, _calls_with_its_own], [False, True]),
@@ -202,6 +205,7 @@ def _twice(training: Training) -> None:
     training.optimizer.param_groups[0]["params"].append(training.optimizer.param_groups[0]["params"][0])
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("shares", [_tied, _twice])
 def test_parameters_that_share_memory_are_updated_at_once(
     monkeypatch: pytest.MonkeyPatch, shares: Callable[[Training], None]

@@ -84,6 +84,7 @@ def heard(method: str | None) -> list[Counter[str]]:
     return found
 
 
+@pytest.mark.long(but=6)
 @pytest.mark.parametrize("method", [*TENSORS, *BESIDE, *BLOCKS])
 def test_a_function_mode_hears_the_users_own_calls_and_those_of_second_runs(method: str) -> None:
     plainly, found = heard(None), heard(method)
@@ -130,6 +131,7 @@ def trained(method: str | None, mode: Any, *, around_backward: bool) -> dict[str
     return state
 
 
+@pytest.mark.long(but=5)
 @pytest.mark.parametrize("around_backward", [False, True], ids=["forward", "forward and backward"])
 @pytest.mark.parametrize("mode", [Louder, LouderOps])
 @pytest.mark.parametrize("method", [*TENSORS, *BLOCKS])
@@ -179,6 +181,7 @@ def ops_heard(method: str | None) -> list[tuple[list[str], Counter[str]]]:
     return found
 
 
+@pytest.mark.long(but=6)
 @pytest.mark.parametrize("method", [*TENSORS, *BLOCKS])
 def test_a_dispatch_mode_hears_the_ops_of_the_model_and_of_second_runs(method: str) -> None:
     plainly, found = ops_heard(None), ops_heard(method)

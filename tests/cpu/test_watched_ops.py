@@ -95,6 +95,7 @@ def test_an_op_that_ends_its_process_is_a_row_and_leaves_the_others(monkeypatch:
     assert [row["found"] for (row,) in rows] == [{"crashed": ["abs[float32]: 1"]}, {"crashed": ["abs[bfloat16]: 1"]}]
 
 
+@pytest.mark.long
 def test_the_op_audit_counts_what_became_of_every_program() -> None:
     result = quick("op_audit")
     assert {row["dtype"] for row in result.rows} >= {"float32", "complex64", "int64"}

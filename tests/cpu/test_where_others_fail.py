@@ -73,6 +73,7 @@ class Branching(nn.Module):
         return x
 
 
+@pytest.mark.long(but=3)
 @pytest.mark.parametrize("ways", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("choose", [random.random, numpy.random.random], ids=["Python", "NumPy"])
 def test_a_branch_taken_by_chance_is_differentiated_as_it_was_taken(
@@ -234,6 +235,7 @@ class Routed(nn.Module):
         return out
 
 
+@pytest.mark.long(but=3)
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("ways", WAYS.values(), ids=WAYS)
 def test_rows_are_routed_once_and_their_gradients_go_where_they_went(ways: tuple[Way, ...], autocast: bool) -> None:

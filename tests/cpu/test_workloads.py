@@ -49,6 +49,7 @@ def test_every_workload_has_a_small_form_for_these_tests_or_is_tested_with_the_p
     assert set(SMALL) == set(WORKLOADS) - set(published.BUILDERS)
 
 
+@pytest.mark.long(but=3)
 @pytest.mark.parametrize("name", SMALL)
 def test_a_workload_carries_the_name_that_it_is_found_by(name: str) -> None:
     assert small(name).name == name
@@ -87,6 +88,7 @@ def test_drawing_batches_leaves_the_random_streams_of_the_steps_alone(name: str)
     assert difference(before, state_of(workload.model, workload.optimizers)) is None
 
 
+@pytest.mark.long(but=8)
 @pytest.mark.parametrize("name", SMALL)
 def test_the_same_seed_trains_to_the_same_bits(name: str) -> None:
     def trained() -> object:

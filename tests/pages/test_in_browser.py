@@ -125,6 +125,7 @@ return [...document.querySelectorAll("svg text")].filter((one) => one.textConten
 """
 
 
+@pytest.mark.long(but=7)
 @pytest.mark.parametrize("screen", SCREENS)
 @pytest.mark.parametrize("name", PAGES)
 def test_a_page_says_nothing_on_the_console_asks_for_nothing_and_cuts_nothing_off(
@@ -251,6 +252,7 @@ def test_bars_of_a_column_begin_at_one_place(browser: Any, folder: Path) -> None
         assert len(set(lefts)) == 1
 
 
+@pytest.mark.long
 def test_screenshots_for_the_documents(
     browser: Any, folder: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:

@@ -50,12 +50,14 @@ def address(site: Path) -> Iterator[str]:
         thread.join()
 
 
+@pytest.mark.long
 def test_the_reference_has_what_import_spillway_offers(site: Path) -> None:
     text = (site / "reference" / "api" / "index.html").read_text("utf-8")
     for name in ("manage", "Session.step", "StepReport.peak_bytes", "BlockOptions.page", "simulate"):
         assert f'id="spillway.{name}"' in text
 
 
+@pytest.mark.long
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed: apt-get install chromium")
 def test_pages_ask_nobody_else_and_fit_a_phone(address: str, site: Path) -> None:
     with sync_api.sync_playwright() as playwright:
