@@ -80,6 +80,7 @@ def test_a_session_that_compiles_trains_as_one_that_does_not() -> None:
     assert losses[:2] == losses[2:]
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("without_a_compiler")
 def test_tensors_of_any_length_are_packed_to_the_same_bytes() -> None:
     assert_packed_as_op_by_op(compiled(torch.device("cpu")), (GROUP, 3 * GROUP + 17, 1100 * GROUP))

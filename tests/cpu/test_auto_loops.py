@@ -447,7 +447,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Auto, "end", told)
 
 
-@pytest.mark.long(but=2)
+@pytest.mark.long(but=1)
 @pytest.mark.filterwarnings("ignore:3 steps of Net have told nothing")
 @pytest.mark.parametrize(
     ("kind", "share"),
@@ -458,7 +458,7 @@ def test_what_nobody_expected_of_a_step_is_no_reason_to_refuse_it(kind: str, sha
     trains_as_lru(surprises(kind), share)
 
 
-@pytest.mark.long(but=2)
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("lends", [True, False])
 @pytest.mark.parametrize("action", [Action.OFFLOAD, Action.RECOMPUTE_OFFLOADED, Action.SELECTIVE])
 def test_nor_is_what_plans_had_made_of_blocks_by_then(
@@ -499,7 +499,7 @@ def test_a_watched_step_whose_blocks_are_recomputed_leaves_all_parameters_free_t
     assert memory.history[0].escaped == 0
 
 
-@pytest.mark.long(but=3)
+@pytest.mark.long(but=2)
 @pytest.mark.parametrize("failing", [1, 4])
 @pytest.mark.parametrize("how", ["raises", "no batch"])
 def test_first_steps_that_tell_nothing_are_made_up_for(how: str, failing: int) -> None:

@@ -250,7 +250,7 @@ def test_steps_in_which_all_fits_and_the_update_takes_the_most_are_left_to_block
         assert all(report.peak_bytes <= report.projected_bytes <= 1.001 * report.peak_bytes for report in planned)
 
 
-@pytest.mark.long(but=2)
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("fit", [0, 8])
 @pytest.mark.parametrize("late", [False, True], ids=["at once", "by a worker"])
 def test_where_the_spill_directory_is_full_the_step_goes_on_without(

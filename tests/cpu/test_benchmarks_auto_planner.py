@@ -7,6 +7,7 @@ import pytest
 from tests.cpu.benchmarks_quick import quick
 
 
+@pytest.mark.long
 def test_plans_are_beside_their_bounds_and_never_over_what_is_available() -> None:
     result = quick("auto_planner")
     counted = {check.what: check.measured for check in result.checks if check.at_most == 0}

@@ -226,6 +226,7 @@ def test_a_teacher_that_follows_the_model_between_steps() -> None:
 # ---------------------------------------------------------------------- what the user keeps
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("way", [Drop, Move])
 def test_hidden_states_kept_in_a_list_have_their_values_after_the_step(way: type[Drop | Move]) -> None:
     def program(model: nn.Module, optimizer: Optimizer, trainer: Trainer) -> list[Any]:
@@ -389,7 +390,7 @@ def test_a_hook_reads_hidden_states_and_weights_in_the_middle_of_a_forward(name:
     assert_trains_as_plainly(program, share=90)
 
 
-@pytest.mark.long(but=2)
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_checkpoint_written_in_the_middle_of_a_step(order: str) -> None:
     def program(model: nn.Module, optimizer: Optimizer, trainer: Trainer) -> list[Any]:

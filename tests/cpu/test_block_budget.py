@@ -91,7 +91,7 @@ def trained(ways: Sequence[tuple[Way, int]], method: str, budget: int) -> list[i
         return [report.peak_bytes for report in memory.history]
 
 
-@pytest.mark.long(but=2)
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize(("what", "method"), in_turn(WAYS, METHODS))
 def test_a_step_that_passes_the_budget_without_an_update_is_refused(what: str, method: str) -> None:
     plan = [(WAYS[what], 128)] * 2
@@ -140,6 +140,7 @@ def retain_many(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Ten
     sum(model(x).square().mean() for _ in range(8)).backward()
 
 
+@pytest.mark.long(but=2)
 @pytest.mark.parametrize("method", METHODS)
 def test_a_refused_micro_step_is_refused_before_its_first_op(method: str) -> None:
     model, optimizer = model_of()
@@ -218,6 +219,7 @@ def tensors_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [value for state in optimizer.state.values() for value in state.values()]
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("method", METHODS)
 def test_a_size_that_always_fitted_is_measured_all_the_same_and_refused_before_its_update(method: str) -> None:
     usual, _, _ = turned([1] * 20, method, 1 << 30)
@@ -304,7 +306,7 @@ def refused_at(where: str, method: str, known: int, *, closure: bool = False) ->
         return before, everything(model, optimizer)
 
 
-@pytest.mark.long(but=2)
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize(
     ("where", "method", "known", "closure"),
     in_turn(["forward", "backward", "optimizer"], METHODS, [0, 3], [False, True], times=2),
@@ -380,7 +382,7 @@ ODD_BUFFERS: dict[str, Callable[[tuple[int, int]], torch.Tensor]] = {
 }
 
 
-@pytest.mark.long(but=4)
+@pytest.mark.long(but=3)
 @pytest.mark.filterwarnings("ignore")  # torch's prototypes
 @pytest.mark.parametrize(("kind", "shape", "inside"), in_turn(ODD_BUFFERS, [SMALL, LARGE], [False, True]))
 def test_buffers_of_every_kind_are_trained_with_and_left_alone(kind: str, shape: Any, inside: bool) -> None:
@@ -415,7 +417,7 @@ CHANGES: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-@pytest.mark.long(but=3)
+@pytest.mark.long(but=2)
 @pytest.mark.parametrize("kind", CHANGES)
 def test_whatever_a_refused_step_did_to_a_buffer_is_undone(kind: str) -> None:
     model, optimizer = model_of()
@@ -570,7 +572,7 @@ def test_an_optimizer_that_tells_nothing_beforehand_is_watched_or_refused_and_ne
         assert all(report.peak_bytes <= enough[0] for report in updated_by_foreign(method, enough, **options)[1])
 
 
-@pytest.mark.long(but=2)
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize(("method", "options"), FOREIGN)
 def test_what_such_an_update_took_is_reckoned_with_from_then_on(method: str, options: dict[str, Any]) -> None:
     """A budget just above that is enough; one just below is not. Where nobody lends memory, and steps may be paged, the
@@ -643,7 +645,7 @@ def test_state_that_grows_with_every_step_is_reckoned_with() -> None:
         assert max(report.peak_bytes for report in memory.history) <= budget
 
 
-@pytest.mark.long(but=7)
+@pytest.mark.long(but=5)
 @pytest.mark.parametrize("budget", [700_000, 1_000_000, 1 << 30])
 @pytest.mark.parametrize("method", ["auto", "checkpoint", "mimose", "keep-all", "lru"])
 def test_nothing_of_a_step_is_held_until_python_looks_for_cycles(method: str, budget: int) -> None:
@@ -812,7 +814,7 @@ def test_what_is_nested_deep_in_a_context_variable_is_not_followed_to_pythons_li
     assert variables[COLLECTED] is deep, "it is shared"
 
 
-@pytest.mark.long(but=2)
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("method", ["auto", "checkpoint", "mimose", "keep-all", "lru", "window"])
 def test_a_session_that_is_closed_hears_of_no_deaths(method: str) -> None:
     """Several weak references with callbacks to one storage, as of sessions one after the other, end the process where
@@ -836,7 +838,7 @@ def test_a_session_that_is_closed_hears_of_no_deaths(method: str) -> None:
         gc.enable()
 
 
-@pytest.mark.long(but=2)
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("method", METHODS)
 def test_what_an_update_takes_is_told_anew_when_its_settings_change(method: str) -> None:
     """As a schedule of the weight decay does it, with which a foreach optimizer has a copy of all gradients."""

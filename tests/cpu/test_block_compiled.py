@@ -66,7 +66,7 @@ def trained(model: nn.Module) -> list[Tensor]:
     return found
 
 
-@pytest.mark.long(but=2)
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("how", ["block", "part", "wrapped"])
 def test_compiled_blocks_train_as_they_do_without_the_engine(how: str, tmp_path: Path) -> None:
     model = compiled_model(how)

@@ -37,7 +37,7 @@ FOUND = {
 }
 
 
-@pytest.mark.long(but=2)
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("name", UNREPEATED)
 def test_blocks_are_found_and_a_step_ends_as_a_plain_one_does(name: str) -> None:
     subject = subject_of(name, UNREPEATED[name])
@@ -47,7 +47,7 @@ def test_blocks_are_found_and_a_step_ends_as_a_plain_one_does(name: str) -> None
         assert (outcome.wrong, outcome.is_idle(WAYS[way]), outcome.kept) == ("", False, {})
 
 
-@pytest.mark.long(but=3)
+@pytest.mark.long(but=2)
 @pytest.mark.parametrize("method", ["checkpoint", "mimose"])
 @pytest.mark.parametrize("name", ["vgg", "perceptron"])
 def test_sessions_find_them_also_in_a_sequential_that_is_the_model(name: str, method: str) -> None:

@@ -161,7 +161,7 @@ def test_the_blocks_of_transformers_are_its_layers(name: str) -> None:
     assert discover(model, lambda: loss(model, ids(12))) == BLOCKS[name]
 
 
-@pytest.mark.long(but=10)
+@pytest.mark.long(but=6)
 @pytest.mark.parametrize("action", LOSSLESS)
 @pytest.mark.parametrize("name", BLOCKS)
 def test_transformers_train_as_plainly(name: str, action: Action, tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def accelerated(method: str | None, precision: str, *, prepared_first: bool) -> 
     return [*losses, *(parameter.detach().clone() for parameter in model.parameters())]
 
 
-@pytest.mark.long(but=2)
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("prepared_first", [True, False])
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_a_loop_of_accelerate(precision: str, prepared_first: bool) -> None:

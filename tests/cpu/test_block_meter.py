@@ -98,6 +98,7 @@ def test_what_others_gave_up_between_steps_makes_no_room() -> None:
     assert int(ran.stdout) > 5 * MiB  # small blocks come and go
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("when", ["forward", "backward"])
 def test_a_step_is_not_refused_for_what_a_library_reserves(when: str, reserve: Callable[[], None]) -> None:
     training = Training((64,))

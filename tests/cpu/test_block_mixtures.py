@@ -34,7 +34,7 @@ SESSIONS: Final = (0, 2, 4, 5)
 pytestmark = pytest.mark.filterwarnings("ignore:.*spectral_norm.*:FutureWarning")
 
 
-@pytest.mark.long(but=17)
+@pytest.mark.long(but=11)
 @pytest.mark.parametrize("seed", range(len(CASES)), ids=list(CASES))
 def test_a_mixture_ends_as_plain_steps_do_whatever_is_given_up_on_the_way(seed: int) -> None:
     verdict = on_the_engine(seed)

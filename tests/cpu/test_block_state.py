@@ -42,7 +42,7 @@ def _alone(block: nn.Module, x: Tensor) -> Tensor:
     return out
 
 
-@pytest.mark.long(but=54)
+@pytest.mark.long(but=37)
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_extra_forward_leaves_state_alone_wherever_it_lies(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     elsewhere.forget()
@@ -96,7 +96,7 @@ def _trained(
     return seen, calls
 
 
-@pytest.mark.long(but=13)
+@pytest.mark.long(but=9)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_second_run_finds_state_as_the_first_did(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     expected, _ = _trained(kind, None, capsys)

@@ -98,7 +98,7 @@ def assert_as_plain(model: nn.Module, action: Action, **options: Any) -> None:
     assert {(report.recomputes > 0, report.kept_because) for report in again.reports} == {(action.recomputes, "")}
 
 
-@pytest.mark.long(but=5)
+@pytest.mark.long(but=3)
 @pytest.mark.parametrize(("name", "late", "held"), in_turn(ALIASES, [False, True], [False, True], times=2))
 def test_results_that_are_written_to_unseen(name: str, late: bool, held: bool) -> None:
     model = Writing(ALIASES[name], late=late, held=held)
@@ -130,7 +130,7 @@ def test_blocks_that_are_given_up_after_their_results_were_written_to(name: str,
     assert all(map(torch.equal, plain, again))
 
 
-@pytest.mark.long(but=7)
+@pytest.mark.long(but=3)
 @pytest.mark.parametrize("held", [False, True])
 @pytest.mark.parametrize("name", ["data", "numpy", "dlpack"])
 @pytest.mark.parametrize("method", ["checkpoint", "auto", "mimose"])
@@ -174,7 +174,7 @@ class _OnItsArgument(nn.Module):
         return self.two(y).tanh() + x
 
 
-@pytest.mark.long(but=14)
+@pytest.mark.long(but=6)
 @pytest.mark.parametrize("name", ALIASES)
 @pytest.mark.parametrize("method", ["checkpoint", "auto", "mimose"])
 def test_what_a_block_writes_unseen_to_its_argument_is_written_once(method: str, name: str) -> None:

@@ -131,7 +131,7 @@ def test_auto_without_a_budget_looks_for_blocks_when_one_is_named(plain: tuple[l
         assert any(one.recomputed_blocks for one in memory.history)
 
 
-@pytest.mark.long(but=1)
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["lru", "mimose", "auto"])
 def test_less_than_has_to_be_there_is_refused_when_the_next_step_begins_and_more_helps(method: str) -> None:
     training, plainly = Training((64,) * 3), Training((64,) * 3)

@@ -178,13 +178,13 @@ def trained(method: str | None, change: Callable[[Training], Undo]) -> dict[str,
             session.close()
 
 
-@pytest.mark.long(but=6)
+@pytest.mark.long(but=4)
 @pytest.mark.parametrize(("change", "method"), in_turn(PUT_BACK, METHODS, times=3))
 def test_a_second_run_finds_what_the_first_one_found(method: str, change: str) -> None:
     assert difference(trained(None, PUT_BACK[change]), trained(method, PUT_BACK[change])) is None
 
 
-@pytest.mark.long(but=10)
+@pytest.mark.long(but=6)
 @pytest.mark.parametrize(("change", "method"), in_turn(TOLD, METHODS, times=3))
 def test_what_no_second_run_can_find_is_told_and_not_trained_on(method: str, change: str) -> None:
     if method in TENSORS:

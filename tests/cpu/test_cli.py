@@ -320,7 +320,7 @@ a card,net,ckpt,16,0.41,1640
 """
 
 
-@pytest.mark.long(but=3)
+@pytest.mark.long(but=2)
 @pytest.mark.parametrize(
     ("command", "to", "code", "said"),
     [
@@ -352,7 +352,7 @@ def test_a_budget_too_small_is_refused_with_a_larger_one(spillway: Command) -> N
     assert re.search(r"needs .* in memory at once and 97\.66 KiB are allowed: .* \d+ bytes", refusal)
 
 
-@pytest.mark.long(but=2)
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize(
     "command",
     [

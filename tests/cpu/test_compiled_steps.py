@@ -87,7 +87,7 @@ def a_part(net: nn.Module, backend: Counting) -> Callable[[Tensor], Tensor]:
     return net
 
 
-@pytest.mark.long(but=5)
+@pytest.mark.long(but=3)
 @pytest.mark.parametrize("way", [whole, whole_in_one_graph, a_part])
 @pytest.mark.parametrize("compiled_before", [True, False])
 def test_what_is_compiled_runs_op_by_op_in_a_watched_step_and_compiled_again_after_it(

@@ -66,7 +66,7 @@ def trained(way: str, budget: int | None, method: str = "lru") -> tuple[list[lis
     return found, max(report.peak_bytes for report in session.history)
 
 
-@pytest.mark.long(but=6)
+@pytest.mark.long(but=4)
 @pytest.mark.parametrize("method", ["lru", "delta", "dtr", "largest"])
 @pytest.mark.parametrize("way", WAYS)
 def test_copies_within_a_step_stay_as_they_were(way: str, method: str) -> None:

@@ -44,7 +44,7 @@ def trained(name: str, planner: AbstractPlanner, budget: int, **options: Any) ->
     return Trained(state_of(setting.model, setting.optimizer), losses, memory.history, made, streams)
 
 
-@pytest.mark.long(but=3)
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("planner", [Window, Window.as_published, ImprovedWindow])
 @pytest.mark.parametrize(
     ("name", "exchanges"),
@@ -72,7 +72,7 @@ def test_a_plan_is_followed_with_late_copies_and_late_ops(
         assert not exchanges or report.bytes_in <= back  # else what the end of the step brought back too
 
 
-@pytest.mark.long(but=2)
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("exchanges", [True, False])
 @pytest.mark.parametrize("name", ["gpt2", "unet"])
 def test_a_family_trains_to_the_same_bits_by_plan_with_late_copies(name: str, exchanges: bool) -> None:

@@ -78,7 +78,7 @@ def _free_what_is_being_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CudaMachine, "_let_go", lambda self, wanted: None)
 
 
-@pytest.mark.long(but=2)
+@pytest.mark.long(but=1)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "break_something", [_bring_back_a_flipped_bit, _use_what_has_not_arrived, _free_what_is_being_copied]

@@ -206,13 +206,13 @@ def play(path: str, turns: int, seed: int, packs: bool = True, limit: int = 0, f
         assert (counts.packed > 0) is packs
 
 
-@pytest.mark.long(but=1)
+@pytest.mark.long
 @pytest.mark.parametrize(("packs", "limit"), [(True, 0), (False, 0), (True, 24 * MiB)])
 def test_contents_stay_and_every_call_is_right(driver: Path, packs: bool, limit: int) -> None:
     said_by_a_child(lambda: play(str(driver), 34_000 if FULL_AUDIT else 5000, 1, packs, limit))
 
 
-@pytest.mark.long(but=6)
+@pytest.mark.long(but=4)
 @pytest.mark.parametrize("call", CALLS)
 def test_a_call_that_fails_costs_memory_at_most(driver: Path, call: str) -> None:
     for seed in range(1, 9 if FULL_AUDIT else 3):

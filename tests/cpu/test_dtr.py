@@ -11,6 +11,7 @@ from tests.cpu.test_exactness import assert_the_same, managed, plain, plain_peak
 FAMILY = {"dtr": "gpt2", "dtr-eqclass": "resnet", "dtr-local": "gpt2", "largest": "resnet", "msps": "gpt2"}
 
 
+@pytest.mark.long(but=2)
 @pytest.mark.parametrize("heuristic", HEURISTICS)
 def test_a_model_trains_as_plainly_within_its_budget_by_dropping(heuristic: str) -> None:
     name = FAMILY[heuristic]

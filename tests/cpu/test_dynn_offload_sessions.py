@@ -92,7 +92,7 @@ def sites_of(name: str) -> list[set[Site]]:
     return [{recorder.architecture.ops[key].site for key in path.keys.tolist()} for path in paths]
 
 
-@pytest.mark.long(but=1)
+@pytest.mark.long
 @pytest.mark.parametrize("name", SIZES)
 def test_a_pilot_that_is_wrong_on_every_decision_costs_no_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Referee, "acting", property(lambda self: self.pilots[0]))
@@ -116,6 +116,7 @@ def test_a_pilot_that_is_wrong_on_every_decision_costs_no_bit(name: str, monkeyp
     assert len(foresight["last"]) == foresight["mispredictions"]
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("name", ["var-bert", "tree-cnn"])
 def test_pilots_learn_while_they_are_found_in_the_model_itself(name: str) -> None:
     budget = pressed(name)

@@ -118,7 +118,7 @@ def test_a_family_trains_to_the_same_bits_or_is_refused_with_a_budget_that_works
     assert sum(report.drops + report.moves for report in run.reports) > 0
 
 
-@pytest.mark.long(but=4)
+@pytest.mark.long(but=2)
 @pytest.mark.parametrize("method", ["lru", "delta", "delta-published", "keep-all"])
 @pytest.mark.parametrize("name", A_FEW)
 def test_the_methods_as_they_are_named_train_to_the_same_bits_at_half_the_memory(name: str, method: str) -> None:

@@ -19,7 +19,7 @@ def trained(built: Built) -> State:
     return state_of(built.model, built.optimizers)
 
 
-@pytest.mark.long(but=9)
+@pytest.mark.long(but=5)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_trains_to_the_same_bits_from_the_same_seed(name: str) -> None:
     first = FAMILIES[name](0)
@@ -30,7 +30,7 @@ def test_a_family_trains_to_the_same_bits_from_the_same_seed(name: str) -> None:
     assert difference(after, trained(FAMILIES[name](0))) is None
 
 
-@pytest.mark.long(but=17)
+@pytest.mark.long(but=10)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_has_gradients_to_compare_after_its_steps(name: str) -> None:
     state = trained(FAMILIES[name](0))

@@ -164,7 +164,7 @@ def test_a_fault_below_makes_a_step_slower_or_ends_it_between_two_ops(place: str
     assert sum(happened) > 0 or (order != "recompute first" and name == "again"), "the fault did not happen"
 
 
-@pytest.mark.long(but=6)
+@pytest.mark.long(but=4)
 @pytest.mark.parametrize(("place", "order"), in_turn(PLACES, ORDERS, times=2))
 def test_a_step_whose_error_was_caught_goes_on_with_right_values(place: str, order: str) -> None:
     owner, name, error, expected = PLACES[place]

@@ -247,6 +247,7 @@ def test_a_loader_is_started_while_a_worker_copies(kind: type[Copy | Fetch], mon
         assert torch.equal(rows, expected)
 
 
+@pytest.mark.long
 def test_a_worker_of_a_loader_that_is_killed_ends_the_step_with_a_clear_error() -> None:
     model, optimizer = fresh()
     numbers = after_each_op()

@@ -81,12 +81,13 @@ MATRIX = {
 }
 
 
-@pytest.mark.long(but=1)
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "situation"), cells(MATRIX))
 def test_the_table_says_what_happens(name: str, situation: str) -> None:
     check(MATRIX, name, situation)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["DDP", "FSDP2", "FSDP2, parts", "FSDP2, parts alone"])
 def test_ranks_with_other_plans_train_as_they_do_without_a_session(kind: str) -> None:
     plain = ask(what="train", kind=kind, situation="", method=None, budget=None)
@@ -98,6 +99,7 @@ def test_ranks_with_other_plans_train_as_they_do_without_a_session(kind: str) ->
     assert [answer["again"] for answer in found] == [[mine] * STEPS, [5] * STEPS]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "method", "closes"),
     [("DDP", "lru", False), ("DDP", "auto", True), ("FSDP2", "mimose", False), ("plain", "delta", True),
@@ -176,6 +178,7 @@ def told_by_example(*way: str, without: bool = False) -> list[str]:
     return [line for answer in answers for line in answer["said"].splitlines() if line]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", [[], ["--shard"]])
 def test_the_example_has_the_losses_of_the_same_script_without_its_two_lines(way: list[str]) -> None:
     losses = told_by_example(*way, without=True)

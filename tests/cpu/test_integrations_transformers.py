@@ -283,6 +283,7 @@ def test_a_step_that_does_not_fit_is_refused_with_a_budget_that_works(tmp_path: 
     plain_and_managed(tmp_path, {"max_steps": 1}, budget=str(refusal.value.smallest_budget), method="mimose")
 
 
+@pytest.mark.long(but=2)
 @pytest.mark.parametrize("event", ["on_substep_end", "on_step_end", "on_step_begin"])
 def test_a_training_that_a_callback_stops(tmp_path: Path, event: str) -> None:
     def stops(args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -359,6 +360,7 @@ def test_a_session_without_a_budget_keeps_account(tmp_path: Path) -> None:
     assert "spillway_budget_bytes" not in metrics
 
 
+@pytest.mark.long(but=2)
 @pytest.mark.parametrize(
     ("event", "opened"), [("on_train_begin", False), ("on_evaluate", False), ("on_epoch_begin", True)]
 )

@@ -66,7 +66,7 @@ def numbers(method: str, phase: str) -> list[int]:
     return sorted([*sorted(set(firsts.values()) - set(far))[:: 8 * apart], *sorted(far)[:: 48 * apart]])
 
 
-@pytest.mark.long(but=2)
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("act", ACTS)
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("method", [*TENSORS, *BLOCKS, PAGED] if FULL_AUDIT else METHODS)

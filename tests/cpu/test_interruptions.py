@@ -189,7 +189,7 @@ def test_the_error_of_the_body_is_the_one_that_is_seen() -> None:
         assert memory.history == []
 
 
-@pytest.mark.long(but=3)
+@pytest.mark.long(but=2)
 @pytest.mark.parametrize("wide", [2, 5])
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_refused_step_leaves_what_an_error_before_that_op_would_have_left(wide: int, order: str) -> None:
@@ -346,7 +346,7 @@ def _count_lines(order: str) -> int:
             return count[0]
 
 
-@pytest.mark.long(but=1)
+@pytest.mark.long
 @pytest.mark.parametrize(("part", "order"), in_turn([0, 1, 2, 3], ORDERS))
 def test_ctrl_c_at_a_line_of_the_engine_is_ctrl_c_between_two_ops(part: int, order: str) -> None:
     lines = lines_of_a_step(order)

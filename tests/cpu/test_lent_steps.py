@@ -87,6 +87,7 @@ def steps(heavy: int) -> list[int]:
     return [LIGHT] * 6 + [heavy, LIGHT, LIGHT] * 3
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize(("heavy", "share", "returns"), [(3, 1.6, True), (16, 1.05, False)])
 def test_a_step_that_takes_more_than_its_plan_is_not_refused(
     heavy: int, share: float, returns: bool, peak: int

@@ -85,7 +85,7 @@ def named_by(method: str, **how: Any) -> BudgetInfeasible:
     return refusal
 
 
-@pytest.mark.long(but=2)
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("outside", [False, True])
 @pytest.mark.parametrize("method", METHODS)
 def test_the_budget_that_a_refusal_names_works_at_the_first_try(method: str, outside: bool) -> None:

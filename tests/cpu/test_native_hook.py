@@ -170,7 +170,7 @@ def test_the_books_are_those_of_the_handlers_in_python(
     assert taken > 6 > none == 0
 
 
-@pytest.mark.long(but=4)
+@pytest.mark.long(but=2)
 @pytest.mark.parametrize("seed", range(16))
 def test_random_programs_end_in_the_same_state_by_the_same_way(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     program, name = random_program(9_700_000 + seed), ALIKE[seed % len(ALIKE)]

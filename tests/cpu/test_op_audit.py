@@ -87,6 +87,7 @@ def test_every_op_is_replayed_bit_for_bit_or_stands_in_the_table_of_those_that_a
     assert complaints(audit, "replays") == {}
 
 
+@pytest.mark.long
 def test_no_op_creates_more_bytes_than_were_expected_of_it(audit: Audit) -> None:
     assert complaints(audit, "sizes") == {}
 

@@ -168,7 +168,7 @@ class Trained:
         self.parameters = [parameter.detach().clone() for parameter in model.parameters()]
 
 
-@pytest.mark.long(but=3)
+@pytest.mark.long(but=2)
 @pytest.mark.parametrize("method", ["lru", "delta", "dtr"])
 @pytest.mark.parametrize("made", MODELS)
 def test_with_what_ops_take_inside_no_step_is_above_its_budget(
@@ -408,7 +408,7 @@ OUTSIDE_OF_OPS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.long(but=5)
+@pytest.mark.long(but=3)
 @pytest.mark.parametrize(
     ("kind", "used", "method"), in_turn(OUTSIDE_OF_OPS, [False, True], ["lru", "delta", "dtr", "window"], times=2)
 )

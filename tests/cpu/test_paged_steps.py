@@ -201,6 +201,7 @@ def test_what_is_refused_in_the_middle_of_a_step_is_paged_the_next_time() -> Non
     assert all(report.ops and report.peak_bytes <= BUDGET for report in memory.history)
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("page", [True, False])
 def test_what_a_step_makes_before_its_forward_counts_although_nobody_knows_its_storages(page: bool) -> None:
     def run(training: Training, memory: BlockSession | None) -> list[bytes]:

@@ -154,7 +154,7 @@ def test_the_bits_are_those_of_plain_pytorch_and_no_peak_is_above_the_budget(
     assert made is not None or method != "window"
 
 
-@pytest.mark.long(but=4)
+@pytest.mark.long(but=2)
 @pytest.mark.parametrize("share", SHARES)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_what_is_moved_is_what_the_plan_moves(name: str, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -357,6 +357,7 @@ class Stop(Exception):
     """Raised by a step."""
 
 
+@pytest.mark.long(but=3)
 @pytest.mark.parametrize("error", [Stop, KeyboardInterrupt])
 @pytest.mark.parametrize("failing", [1, 2, 3])
 def test_a_step_that_fails_while_it_is_recorded_or_followed_leaves_everything_right(
@@ -562,7 +563,7 @@ def family_trained(name: str, method: str | None = None, budget: int | None = No
     return FamilyTrained(state, [] if memory is None else memory.history, planned)
 
 
-@pytest.mark.long(but=2)
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize(("name", "share"), list(zip(TWELVE, SHARES * 4, strict=True)))
 def test_families_train_to_the_same_bits(name: str, share: float) -> None:
     """The benchmark `out_of_core` has all budgets for each."""

@@ -26,7 +26,7 @@ SMALL = {
 }
 
 
-@pytest.mark.long(but=1)
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", SMALL)
 def test_a_published_model_trains_and_fake_tensors_tell_the_same_step(name: str) -> None:

@@ -73,7 +73,7 @@ def test_what_comes_back_is_off_by_less_than_a_step(numel: int, bits: int, dtype
     assert off.max() > 0
 
 
-@pytest.mark.long(but=2)
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("positive", [False, True])
 def test_what_comes_back_is_right_on_average(bits: int, positive: bool) -> None:

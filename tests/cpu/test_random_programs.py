@@ -128,7 +128,7 @@ def _forget_what_was_written_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Controller, "overwrite", lambda self, storage, recipe: Value(storage, recipe))  # put nowhere
 
 
-@pytest.mark.long(but=2)
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize(
     "break_something",
     [

@@ -123,6 +123,7 @@ def test_what_blocks_are_called_with_is_named_where_it_stays_and_not_where_it_wa
     assert trained(int(refusal.smallest_budget / block_refusal_cases.TOO_MUCH)) is not None
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("short", [torch.bfloat16, torch.float16])
 def test_what_a_refusal_names_in_half_precision_is_called_a_bound_from_below(short: torch.dtype) -> None:
     """Kernels of products pack their operands, and add up in full precision, as each processor has it."""
@@ -133,7 +134,7 @@ def test_what_a_refusal_names_in_half_precision_is_called_a_bound_from_below(sho
         assert refusal.exact == (dtype is torch.float32)
 
 
-@pytest.mark.long(but=3)
+@pytest.mark.long(but=2)
 @pytest.mark.parametrize("case", [CASES["language"], CASES["tree"], MASKED], ids=str)
 @pytest.mark.parametrize("budget", [40_000, 250_000])
 def test_a_method_that_takes_a_multiple_of_the_budget_at_most_names_what_the_whole_step_takes(
@@ -197,6 +198,7 @@ def test_what_no_device_has_fails_as_it_does_plainly_and_the_step_goes_on(method
     assert max(peaks) <= budget
 
 
+@pytest.mark.long(but=2)
 @pytest.mark.parametrize("method", ["auto", "lru", "checkpoint"])
 def test_where_batches_vary_in_size_a_refusal_says_that_it_is_about_this_one(method: str) -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(4)))
@@ -216,7 +218,7 @@ def test_where_batches_vary_in_size_a_refusal_says_that_it_is_about_this_one(met
         assert "larger ones may need more" not in "".join(getattr(raised.value, "__notes__", ()))
 
 
-@pytest.mark.long(but=4)
+@pytest.mark.long(but=2)
 @pytest.mark.parametrize("method", ["auto", "checkpoint"])
 @pytest.mark.parametrize(
     "seed", range(block_refusal_cases.LARGE, block_refusal_cases.LARGE + len(block_refusal_cases.PLACES))
@@ -787,6 +789,7 @@ class Frugal(nn.Module):
         return x
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("method", ["checkpoint", "mimose"])
 def test_states_of_the_random_stream_that_a_model_holds_by_itself_are_counted(method: str) -> None:
     def trained(budget: Bytes) -> BudgetInfeasible | None:
@@ -987,7 +990,7 @@ def with_adam(model: nn.Module, x: Tensor, budget: Bytes, action: Action) -> Bud
         return max(report.peak_bytes for report in memory.history)
 
 
-@pytest.mark.long(but=1)
+@pytest.mark.long
 @pytest.mark.parametrize("kind", [Adapted, Complex])
 @pytest.mark.parametrize("action", [Action.RECOMPUTE, Action.SELECTIVE])
 def test_what_recomputing_needs_is_enough_for_other_actions_and_so_is_more(action: Action, kind: Any) -> None:

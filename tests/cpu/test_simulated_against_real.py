@@ -96,7 +96,7 @@ WITHOUT_SECONDS: dict[str, Callable[[], AbstractPolicy]] = {
 storage in a page."""
 
 
-@pytest.mark.long(but=7)
+@pytest.mark.long(but=4)
 @pytest.mark.parametrize("share", [0.8, 0.6, 0.5])
 @pytest.mark.parametrize("method", WITHOUT_SECONDS)
 def test_every_decision_and_the_peak_are_those_of_the_tensor_engine(
@@ -173,7 +173,7 @@ PLANNERS: dict[str, Callable[[], AbstractPlanner]] = {
 }  # fmt: skip
 
 
-@pytest.mark.long(but=5)
+@pytest.mark.long(but=2)
 @pytest.mark.parametrize("method", PLANNERS)
 def test_what_a_planner_planned_is_done_on_real_tensors_as_on_paper(recorded: Recorded, method: str) -> None:
     step = recorded.step
@@ -219,6 +219,7 @@ def _movable(step: Step, gap: Gap) -> bool:
     return step.storages[step.values[gap.value].storage].nbytes >= SMALLEST_MOVABLE
 
 
+@pytest.mark.long(but=1)
 def test_a_plan_whose_copies_run_beside_ops_is_exact_and_within_its_budget(recorded: Recorded) -> None:
     step, plan = random_plan(recorded.workload, 1)
     reports, _, managed = real(recorded.workload, plan.projected, Planned(plan, step, ahead=4))

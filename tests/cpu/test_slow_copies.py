@@ -166,6 +166,7 @@ def test_what_is_still_leaving_and_what_is_read_ahead_have_the_same_room(monkeyp
     assert peak <= budget
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("evaluates", [False, True])
 def test_what_is_still_leaving_makes_room_for_an_update_and_an_evaluation(
     evaluates: bool, monkeypatch: pytest.MonkeyPatch

@@ -204,7 +204,7 @@ def plain(feature: str) -> tuple[list[bytes], int]:
     return train(feature, None, None)[0], train(feature, "lru", None)[1]
 
 
-@pytest.mark.long(but=2)
+@pytest.mark.long(but=1)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("feature", FEATURES)

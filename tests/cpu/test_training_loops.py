@@ -65,7 +65,7 @@ def test_an_optimizer_that_calls_back_for_the_loss() -> None:
     assert_trains_as_plainly(program, lambda model: torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4))
 
 
-@pytest.mark.long(but=2)
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("where", ["before", "after"])
 def test_gradients_cleared_either_way_before_or_after(where: str, set_to_none: bool) -> None:
@@ -86,6 +86,7 @@ def test_gradients_cleared_either_way_before_or_after(where: str, set_to_none: b
     assert_trains_as_plainly(program)
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_gradients_accumulated_over_several_backward_passes_of_one_step(set_to_none: bool) -> None:
     def program(model: nn.Module, optimizer: Optimizer, trainer: Trainer) -> None:
@@ -111,6 +112,7 @@ def test_gradients_accumulated_across_steps() -> None:
     assert_trains_as_plainly(program)
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast(dtype: torch.dtype) -> None:
     def program(model: nn.Module, optimizer: Optimizer, trainer: Trainer) -> list[Tensor]:

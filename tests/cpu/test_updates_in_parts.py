@@ -111,7 +111,7 @@ def test_the_budget_is_passed_if_nothing_is_cut_that_was_to_be(monkeypatch: pyte
         assert Training("AdamW").under(budget, "checkpoint")[1] > budget
 
 
-@pytest.mark.long(but=2)
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize(("missing", "most"), [(0, LAYERS), (1, LAYERS // 2), (LAYERS // 2 + 1, LAYERS // 4)])
 def test_parts_are_as_large_as_fits(monkeypatch: pytest.MonkeyPatch, missing: int, most: int) -> None:
     budget = Training("AdamW").under(None, "checkpoint")[1] - missing * ONE + ONE // 8

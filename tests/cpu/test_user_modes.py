@@ -181,7 +181,7 @@ def ops_heard(method: str | None) -> list[tuple[list[str], Counter[str]]]:
     return found
 
 
-@pytest.mark.long(but=6)
+@pytest.mark.long(but=3)
 @pytest.mark.parametrize("method", [*TENSORS, *BLOCKS])
 def test_a_dispatch_mode_hears_the_ops_of_the_model_and_of_second_runs(method: str) -> None:
     plainly, found = ops_heard(None), ops_heard(method)

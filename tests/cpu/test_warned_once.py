@@ -85,7 +85,7 @@ def plainly() -> dict[str, Counter[str]]:
     return {shown: warned("plain", 0, shown)[0] for shown in ("default", "always")}
 
 
-@pytest.mark.long(but=1)
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("method", "budget", "shown", "refusals"),
     [
