@@ -33,6 +33,9 @@ from tests.pure.linear_graphs import linear_step
 DEVICE = replace(device_of("a100"), copy_seconds=0.0)
 
 
+BY_WINDOW = "planned value by value, by window; a session leaves such a step to lru"
+
+
 def linked(seconds: float) -> Device:
     """A device that takes so long to copy a MiB, either way."""
     return replace(DEVICE, out_per_second=UNIT / seconds, in_per_second=UNIT / seconds)
@@ -244,7 +247,7 @@ def test_a_step_without_blocks_is_planned_by_others_who_are_named() -> None:
     budget = int(0.6 * step.plain_peak())
     plan = AutoPlanner((Window(),)).plan(problem(step, budget))
     verify(plan, step, budget)
-    assert plan.remark == "No modules repeat, so there are no blocks: planned value by value, by window."
+    assert plan.remark == f"No modules repeat, so there are no blocks: {BY_WINDOW}."
     with pytest.raises(BudgetInfeasible) as refused:
         planned(step, budget)
     assert (refused.value.smallest_budget, refused.value.exact) == (step.plain_peak(), False)
@@ -259,7 +262,7 @@ def test_a_budget_below_every_choice_of_blocks_is_left_to_others_too() -> None:
     verify(planned(step, least), step, least)
     plan = AutoPlanner((Window(),)).plan(problem(step, least - UNIT))
     verify(plan, step, least - UNIT)
-    assert plan.remark == "No choice of blocks fits: planned value by value, by window."
+    assert plan.remark == f"No choice of blocks fits: {BY_WINDOW}."
 
 
 def test_it_has_its_name_and_says_what_becomes_of_blocks() -> None:

@@ -13,7 +13,8 @@ NOTE [From a choice to a plan]
     counted number of times.
 
 A step without blocks, and a budget under which no choice fits, are left to planners that look at single values. They
-are asked as well where recomputing every block does not fit, and the faster plan is taken.
+are asked as well where recomputing every block does not fit, and the faster plan is taken. A session does not: it has
+such a step watched op by op under `lru`, so that its plan is told with a remark.
 """
 
 from __future__ import annotations
@@ -83,7 +84,9 @@ class AutoPlanner(AbstractPlanner):
         refused: BudgetInfeasible | None = None
         for planner in self.instead:
             try:
-                return replace(planner.plan(problem), remark=f"{why}: planned value by value, by {planner.name}.")
+                made = planner.plan(problem)
+                told = f"planned value by value, by {planner.name}; a session leaves such a step to lru"
+                return replace(made, remark=f"{why}: {told}.")
             except UsageError:  # what it stands on is not installed
                 continue
             except BudgetInfeasible as error:
