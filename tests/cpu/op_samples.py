@@ -7,6 +7,7 @@ import itertools
 import sys
 import types
 import unittest
+import unittest.mock
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -39,7 +40,8 @@ def database() -> tuple[Any, ...]:
         stand_in = types.ModuleType("expecttest")
         stand_in.TestCase = unittest.TestCase  # type: ignore[attr-defined]
         sys.modules["expecttest"] = stand_in
-    from torch.testing._internal import common_methods_invocations as invocations
+    with unittest.mock.patch.object(torch.backends, "disable_global_flags"):  # for the rest of the process
+        from torch.testing._internal import common_methods_invocations as invocations
 
     lists = ["op_db"] + [f"foreach_{kind}_op_db" for kind in ("unary", "binary", "pointwise", "reduce", "other")]
     return tuple(op for name in lists for op in getattr(invocations, name))
