@@ -61,6 +61,7 @@ from tests.shared import shared
 SMALL_LM = {"width": 32, "layers": 2, "heads": 2, "batch": 2, "longest": 64, "grouped": 1}
 
 
+@pytest.mark.long
 def test_host_cost_measures_every_competitor_on_the_same_ops() -> None:
     result = quick("host_cost")
     assert [row["competitor"] for row in result.rows] == [*SMALL, *KNOWN, *KNOWN, REAL]
@@ -87,6 +88,7 @@ def test_half_memory_trains_all_competitors_to_the_same_losses_within_half_of_th
     assert rows[PLAIN]["ratio"] == 1
 
 
+@pytest.mark.long
 def test_auto_races_the_usual_ways_within_its_budget() -> None:
     result = quick("auto_race")
     rows = rows_by(result, "competitor")
@@ -102,6 +104,7 @@ def test_auto_races_the_usual_ways_within_its_budget() -> None:
     assert {"m, competitors whose losses differ", "m, bytes over a budget"} <= {*missed}
 
 
+@pytest.mark.long
 def test_predictions_of_auto_stand_beside_what_steps_take() -> None:
     (row,) = quick("auto_predictions").rows
     assert 1 <= row["planned"] <= 3, "where nothing is moved links are tried again"
@@ -111,6 +114,7 @@ def test_predictions_of_auto_stand_beside_what_steps_take() -> None:
     assert row["peak_bytes"] <= row["budget_bytes"]
 
 
+@pytest.mark.long
 def test_lengths_share_plans_of_auto_within_the_budget() -> None:
     plain, shared, anew = quick("auto_lengths").rows
     assert {row["losses"] for row in (plain, shared, anew)} == {"as plain"}
@@ -132,6 +136,7 @@ def test_budget_counts_steps_over_budget_and_losses_that_differ() -> None:
         assert under["bytes_out"] > 0
 
 
+@pytest.mark.long
 def test_race_lets_every_way_train_the_same_batches() -> None:
     result = quick("race")
     rows = rows_by(result, "competitor")
@@ -144,6 +149,7 @@ def test_race_lets_every_way_train_the_same_batches() -> None:
     assert [check.at_most for check in result.checks] == [1.25, 1.0, 1.0, 1.25, 1.0, 1.0, 0, 0]
 
 
+@pytest.mark.long
 def test_race_goes_on_without_a_competitor_that_is_refused() -> None:
     contest = race.Contest(model="stdlib-lm", options=SMALL_LM, dropout=True)
     size = dataclasses.replace(race.BENCHMARK.quick, contests=[contest], percents=(5,))

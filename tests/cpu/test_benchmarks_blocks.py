@@ -84,6 +84,7 @@ def test_block_cost_counts_the_python_calls_that_an_idle_engine_adds() -> None:
     assert [check.at_most for check in result.checks] == [1.01, 1.01, 12, 1.02, 1.02] * 2
 
 
+@pytest.mark.long
 def test_mimose_speed_trains_all_competitors_to_the_same_losses_under_one_budget() -> None:
     result = quick("mimose_speed")
     rows = rows_by(result, "competitor")
@@ -96,6 +97,7 @@ def test_mimose_speed_trains_all_competitors_to_the_same_losses_under_one_budget
     assert [check.at_most for check in result.checks] == [0.85, 0.95, 0, 0]
 
 
+@pytest.mark.long
 def test_mimose_budget_measures_the_peak_of_every_step() -> None:
     result = quick("mimose_budget")
     (row,) = result.rows

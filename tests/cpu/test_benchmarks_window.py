@@ -23,6 +23,7 @@ def test_links_are_fitted_at_one_batch_and_another_comes_out_near_the_paper() ->
     assert rows["Spillway's window", 64]["gb_out"] == 0.0  # it fits
 
 
+@pytest.mark.long
 def test_out_of_core_trains_in_an_eighth_and_says_on_paper_what_is_moved() -> None:
     result = quick("out_of_core")
     rows = rows_by(result, "competitor")
@@ -40,6 +41,7 @@ def test_out_of_core_trains_in_an_eighth_and_says_on_paper_what_is_moved() -> No
     assert [what for what in unmet if "time" not in what and "seconds" not in what] == []
 
 
+@pytest.mark.long
 def test_a_dynamic_network_of_which_an_eighth_fits_is_foreseen_to_the_bit() -> None:
     result = quick("foreseen")
     rows = rows_by(result, "competitor")

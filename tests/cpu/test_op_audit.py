@@ -92,22 +92,27 @@ def test_no_op_creates_more_bytes_than_were_expected_of_it(audit: Audit) -> None
     assert complaints(audit, "sizes") == {}
 
 
+@pytest.mark.long
 def test_no_op_writes_what_neither_its_schema_nor_the_tables_name(audit: Audit) -> None:
     assert complaints(audit, "writes") == {}
 
 
+@pytest.mark.long
 def test_the_account_knows_every_storage_that_an_op_leaves_behind(audit: Audit) -> None:
     assert complaints(audit, "account") == {}
 
 
+@pytest.mark.long
 def test_writes_in_place_count_as_versions_as_often_as_without_the_engine(audit: Audit) -> None:
     assert complaints(audit, "versions") == {}
 
 
+@pytest.mark.long
 def test_no_op_fails_under_the_engine_that_runs_without_it(audit: Audit) -> None:
     assert complaints(audit, "failures") == {}
 
 
+@pytest.mark.long
 def test_the_audit_covers_what_it_is_said_to_cover(audit: Audit) -> None:
     assert len(audit.seen) >= 1000
     assert len(audit.replayed) >= 950

@@ -39,6 +39,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Group]:
         yield processes
 
 
+@pytest.mark.long(but=5)
 @pytest.mark.parametrize("program", RUNS)
 def test_two_processes_train_as_they_do_without_a_session(two: Group, program: str) -> None:
     plain = plainly(two, program)

@@ -228,6 +228,7 @@ def test_a_plan_whose_copies_run_beside_ops_is_exact_and_within_its_budget(recor
     assert difference(state_of(plain.model, *plain.optimizers), state_of(managed.model, *managed.optimizers)) is None
 
 
+@pytest.mark.long(but=1)
 def test_a_plan_for_another_size_is_left_and_the_step_is_finished(recorded: Recorded) -> None:
     """The same workload on other batches: the step is not the one that the plan is for."""
     step, plan = random_plan(recorded.workload, 1)
