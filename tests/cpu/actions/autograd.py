@@ -213,6 +213,7 @@ def functional(world: World, i: Instruction) -> Any:
     """`torch.func`, forward mode, and the functions of `torch.autograd`."""
     x = world.floats(i.a)
     x = x[:16, :32].float()
+    first = x[0] if x[0].numel() <= 512 else x[0].reshape(-1)[:512]  # a Hessian of 4,096 elements takes 8 GB
     linear, tf = world.network["linear"], torch.func
     parameters = {name: p.detach() for name, p in linear.named_parameters()}
     rows = torch.ones(8, 64) * x.mean()
@@ -230,8 +231,8 @@ def functional(world: World, i: Instruction) -> Any:
 
     calls: tuple[Callable[[], Any], ...] = (
         lambda: tf.grad(loss)(x), lambda: torch.vmap(loss)(x), lambda: torch.vmap(tf.grad(loss))(x),
-        lambda: tf.jacrev(lambda r: r.tanh() * 2)(x[0]), lambda: tf.jacfwd(lambda r: r.sigmoid())(x[0]),
-        lambda: tf.hessian(loss)(x[0]), lambda: tf.jvp(torch.tanh, (x,), (torch.ones_like(x),)),
+        lambda: tf.jacrev(lambda r: r.tanh() * 2)(first), lambda: tf.jacfwd(lambda r: r.sigmoid())(first),
+        lambda: tf.hessian(loss)(first), lambda: tf.jvp(torch.tanh, (x,), (torch.ones_like(x),)),
         lambda: tf.vjp(torch.sin, x)[1](torch.ones_like(x)), lambda: tf.functional_call(linear, parameters, (rows,)),
         lambda: list(tf.grad(of_parameters)(parameters, rows).values()),
         lambda: list(torch.vmap(tf.grad(of_parameters), in_dims=(None, 0))(parameters, rows).values())[1], dual,
