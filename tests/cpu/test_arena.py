@@ -187,6 +187,7 @@ def started(script: str, *arguments: str, **environment: str) -> subprocess.Pope
     )  # fmt: skip
 
 
+@pytest.mark.long
 def test_threads_share_it(served: Arena) -> None:
     wrong: list[int] = []
     threads = [threading.Thread(target=lambda seed=seed: wrong.append(jumble(300, seed))) for seed in range(4)]

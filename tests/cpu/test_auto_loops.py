@@ -318,7 +318,7 @@ def test_what_lru_trains_auto_trains_to_the_same_bits(loop: Loop, share: float) 
     trains_as_lru(loop, share)
 
 
-@pytest.mark.long(but=2)
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("loop", RETURNING, ids=lambda one: one.__name__)
 @pytest.mark.usefixtures("counted")
 def test_steps_that_recomputing_is_enough_for_are_not_watched_op_by_op_for_ever(loop: Loop) -> None:

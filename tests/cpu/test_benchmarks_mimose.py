@@ -27,6 +27,7 @@ TINY = {"layers": 2, "width": 64, "batch": 2}
 # The estimator
 
 
+@pytest.mark.long
 def test_mimose_estimator_lets_every_regressor_learn_and_counts_what_is_not_exact() -> None:
     pytest.importorskip("transformers")
     pytest.importorskip("sklearn")
@@ -116,6 +117,7 @@ def test_a_line_is_off_by_what_the_page_says_of_lengths_as_they_come() -> None:
 # Planning
 
 
+@pytest.mark.long
 def test_plans_of_an_epoch_are_as_many_as_the_page_says() -> None:
     counts = [
         (row["plans"], row["kept"])

@@ -181,7 +181,7 @@ WRITES: dict[str, Act] = {
 }
 
 
-@pytest.mark.long(but=8)
+@pytest.mark.long(but=4)
 @pytest.mark.parametrize(("name", "before"), in_turn(WRITES, ["absent", "back with a copy", "as the step left it"]))
 def test_writing_between_steps(name: str, before: str) -> None:
     def program(model: nn.Module, optimizer: Optimizer, trainer: Trainer) -> list[Any]:

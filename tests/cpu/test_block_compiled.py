@@ -66,7 +66,7 @@ def trained(model: nn.Module) -> list[Tensor]:
     return found
 
 
-@pytest.mark.long(but=1)
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["block", "part", "wrapped"])
 def test_compiled_blocks_train_as_they_do_without_the_engine(how: str, tmp_path: Path) -> None:
     model = compiled_model(how)
@@ -181,6 +181,7 @@ def counted(x: Tensor, weight: Tensor) -> Tensor:
     return product(x, weight) + x.detach().relu().nonzero().sum()
 
 
+@pytest.mark.long(but=2)
 @pytest.mark.parametrize("what", ["unseen writes", "two graphs", "flex_attention"])
 def test_what_is_compiled_within_a_block_runs_compiled_under_every_action(what: str) -> None:
     """Selective actions stand in front of ops with a mode, under which dynamo would compile nothing."""

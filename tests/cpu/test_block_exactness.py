@@ -121,7 +121,7 @@ WAYS: dict[str, tuple[Callable[[str, int], Action], bool]] = {
 _plain: dict[str, tuple[list[State], list[Tensor]]] = {}
 
 
-@pytest.mark.long(but=17)
+@pytest.mark.long(but=9)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", CASES)
 def test_steps_end_as_plain_ones_do(name: str, way: str, tmp_path: Path) -> None:

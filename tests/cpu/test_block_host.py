@@ -50,7 +50,7 @@ def on_a_late_device(action: Action, lag: int, devices: list[LateStreams]) -> Ca
     return around
 
 
-@pytest.mark.long(but=13)
+@pytest.mark.long(but=6)
 @pytest.mark.parametrize("lag", [3, 1 << 30])
 @pytest.mark.parametrize("action", MOVING)
 @pytest.mark.parametrize("name", ["dropout", "views", "nested-all", "retain-graph"])

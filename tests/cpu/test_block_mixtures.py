@@ -34,7 +34,7 @@ SESSIONS: Final = (0, 2, 4, 5)
 pytestmark = pytest.mark.filterwarnings("ignore:.*spectral_norm.*:FutureWarning")
 
 
-@pytest.mark.long(but=11)
+@pytest.mark.long(but=6)
 @pytest.mark.parametrize("seed", range(len(CASES)), ids=list(CASES))
 def test_a_mixture_ends_as_plain_steps_do_whatever_is_given_up_on_the_way(seed: int) -> None:
     verdict = on_the_engine(seed)
@@ -42,7 +42,7 @@ def test_a_mixture_ends_as_plain_steps_do_whatever_is_given_up_on_the_way(seed: 
     assert verdict.wrong == ""
 
 
-@pytest.mark.long(but=1)
+@pytest.mark.long
 @pytest.mark.parametrize("seed", SESSIONS, ids=[list(IN_SESSIONS)[seed] for seed in SESSIONS])
 def test_a_session_keeps_the_budget_whatever_the_plan_mixes(seed: int) -> None:
     verdict = in_a_session(seed)
@@ -308,6 +308,7 @@ def test_the_report_tells_seconds_for_room_from_those_for_data() -> None:
     assert all(0 < report.room_seconds < report.stall_seconds for report in memory.history)
 
 
+@pytest.mark.long
 def test_what_a_worker_still_copies_out_is_there_beside_what_its_own_backward_takes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

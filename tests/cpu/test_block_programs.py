@@ -131,6 +131,7 @@ class Functions(nn.Module):
         return y + slope + pushed + each
 
 
+@pytest.mark.long(but=2)
 @pytest.mark.parametrize("method", METHODS)
 def test_transforms_of_functions_inside_a_block_and_around_the_model(method: str) -> None:
     def trained(managed: bool) -> list[Tensor]:

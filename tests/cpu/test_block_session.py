@@ -337,6 +337,7 @@ def test_the_published_collector_runs_every_block_once_more() -> None:
     assert count.call_count == 3 * 3  # measured, run, and run again in the backward
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("batches", [(2, 4, 6)])
 def test_the_number_of_samples_may_differ_as_well(batches: Sequence[int], peaks: tuple[int, int]) -> None:
     plain = run(Training(LENGTHS * 2, batches=batches), None)
@@ -467,7 +468,7 @@ def test_a_model_that_writes_to_its_input_is_called_once_with_it() -> None:
     assert tokens.unique().tolist() == [1]
 
 
-@pytest.mark.long(but=1)
+@pytest.mark.long
 @pytest.mark.parametrize("native", [True, False])
 def test_a_profiler_of_the_users_goes_on_and_what_it_hides_is_not_called_measured(
     monkeypatch: pytest.MonkeyPatch, native: bool
@@ -565,6 +566,7 @@ def test_gradients_that_a_step_gives_up_at_its_beginning_are_held_by_nobody() ->
     assert first[1:] == pytest.approx(after[1:], abs=2 * KiB), "of small ones nobody hears that they are gone"
 
 
+@pytest.mark.long(but=2)
 @pytest.mark.parametrize("method", ["auto", "checkpoint", "mimose"])
 def test_sparse_gradients_are_there_when_the_next_forward_of_a_step_begins(method: str) -> None:
     """As where they accumulate; it ended in an error of torch's, as they have no bytes of their own."""

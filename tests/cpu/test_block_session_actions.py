@@ -317,6 +317,7 @@ def test_how_it_is_spilled_is_said_and_where_before_any_step(tmp_path: Path) -> 
         managed(training, "1GiB", Checkpoint(Action.OFFLOAD), spill=spillway.SpillOptions(directory=tmp_path / "none"))
 
 
+@pytest.mark.long
 def test_the_run_file_tells_the_action(tmp_path: Path) -> None:
     trained(Action.SELECTIVE, report=spillway.ReportOptions(run_file=tmp_path / "run.jsonl"))
     assert '"action":"selective"' in (tmp_path / "run.jsonl").read_text("utf-8").splitlines()[0].replace(": ", ":")

@@ -171,7 +171,7 @@ def same(one: Any, other: Any) -> bool:
     return torch.equal(one, other) if isinstance(one, Tensor) else bool(one == other)
 
 
-@pytest.mark.long(but=1)
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # by torch, for tangents
 @pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")  # by torch, in `linearize`
 @pytest.mark.parametrize(
@@ -209,6 +209,7 @@ class Raising(Block):
         return super().forward(x)
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("way", ["batched gradients", "vmap of a backward", "grad of a backward"])
 def test_what_a_second_run_raises_within_a_transform_is_the_users_and_training_goes_on(
     way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

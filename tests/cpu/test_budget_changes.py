@@ -50,7 +50,7 @@ def changing(training: Training, memory: Any, budgets: dict[int, int | None]) ->
     return [*(loss.numpy().tobytes() for loss in losses), *training.state()]
 
 
-@pytest.mark.long(but=1)
+@pytest.mark.long
 @pytest.mark.parametrize(("method", "first"), in_turn(METHODS_OF_ALL_KINDS, [None, 0.9]))
 def test_every_step_keeps_the_budget_of_its_time(
     method: str, first: float | None, plain: tuple[list[bytes], int, int]
@@ -104,6 +104,7 @@ def test_a_plan_that_is_trusted_whatever_is_available_is_made_again(plain: tuple
     assert made[-1].available < made[-4].available
 
 
+@pytest.mark.long
 def test_steps_that_were_planned_op_by_op_are_recorded_and_planned_anew(plain: tuple[list[bytes], int, int]) -> None:
     _, start, peak = plain
     roomy, tight = (int(start + share * (peak - start)) for share in (0.9, 0.6))

@@ -231,7 +231,7 @@ def test_a_method_that_nobody_knows_is_refused_with_those_that_exist(
     )
 
 
-@pytest.mark.long(but=1)
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("workload", "expected"),
     [

@@ -87,7 +87,7 @@ def a_part(net: nn.Module, backend: Counting) -> Callable[[Tensor], Tensor]:
     return net
 
 
-@pytest.mark.long(but=3)
+@pytest.mark.long(but=2)
 @pytest.mark.parametrize("way", [whole, whole_in_one_graph, a_part])
 @pytest.mark.parametrize("compiled_before", [True, False])
 def test_what_is_compiled_runs_op_by_op_in_a_watched_step_and_compiled_again_after_it(
@@ -255,7 +255,7 @@ HIGHER: dict[str, Callable[[nn.Module], Tensor]] = {
 }
 
 
-@pytest.mark.long(but=2)
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("name", HIGHER)
 def test_higher_order_operators_are_watched_with_what_their_functions_close_over(name: str) -> None:
     net = model()

@@ -31,7 +31,7 @@ def late(name: str, budget: int, order: str, ways: tuple[Any, ...] = (), **optio
     return run, streams
 
 
-@pytest.mark.long(but=2)
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize(
     ("name", "order", "exchanges"), some_of(product((*A_FEW, *GUESTS), ORDERS, [True, False]), 0.4)
 )

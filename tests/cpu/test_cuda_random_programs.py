@@ -44,6 +44,7 @@ def test_random_programs_are_identical_within_their_budget_or_rightly_refused(de
     assert [streams.pinned for streams in devices if streams.pinned] == []
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 def test_where_absent_storages_are_empty_programs_are_identical_or_end_too_large(
     devices: list[LateStreams], monkeypatch: pytest.MonkeyPatch

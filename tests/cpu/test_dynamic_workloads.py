@@ -46,7 +46,7 @@ def test_every_dynamic_workload_is_here() -> None:
     assert {own.NAME for own in DYNAMIC} == SMALL_DYNAMIC.keys()
 
 
-@pytest.mark.long(but=1)
+@pytest.mark.long
 def test_a_recorded_step_is_the_step_that_would_run(name: str) -> None:
     plain, recorded = small(name), small(name)
     recorder = PathRecorder(recorded)

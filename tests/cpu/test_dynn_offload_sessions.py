@@ -116,7 +116,7 @@ def test_a_pilot_that_is_wrong_on_every_decision_costs_no_bit(name: str, monkeyp
     assert len(foresight["last"]) == foresight["mispredictions"]
 
 
-@pytest.mark.long(but=1)
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["var-bert", "tree-cnn"])
 def test_pilots_learn_while_they_are_found_in_the_model_itself(name: str) -> None:
     budget = pressed(name)
@@ -168,6 +168,7 @@ def pilot_file(path: Path, name: str, **options: Any) -> Path:
     return path
 
 
+@pytest.mark.long
 def test_a_pilot_that_was_trained_ahead_takes_part_from_the_first_step_on(tmp_path: Path) -> None:
     workload = workloads.get("var-bert", seed=0, **SIZES["var-bert"])
     file, budget = pilot_file(tmp_path / "one.pilot", "var-bert"), pressed("var-bert")
@@ -191,7 +192,7 @@ def foreign(path: Path) -> None:
     pilot_file(path, "var-bert", width=64)
 
 
-@pytest.mark.long(but=1)
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("spoil", "reason"),
     [(damaged, "cut or damaged"), (foreign, "which this model has not"), (Path.unlink, "No such file")],

@@ -115,7 +115,7 @@ def test_a_view_of_what_was_made_smaller_does_not_make_it_larger() -> None:
             assert y.view(1 << 10, 1 << 10).untyped_storage().nbytes() == 0
 
 
-@pytest.mark.long(but=3)
+@pytest.mark.long(but=2)
 @pytest.mark.parametrize("fault", ["strides", "dtype", "conjugated", "of"])
 def test_a_wrong_memory_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where one fact of results is not what is remembered."""

@@ -206,7 +206,7 @@ def wait_for_children(but: set[str]) -> None:
     raise AssertionError("children live on")
 
 
-@pytest.mark.long(but=2)
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_loader_that_is_started_in_a_step_changes_nothing(order: str) -> None:
     def play(memory: spillway.Session | None) -> Any:

@@ -138,6 +138,7 @@ def rows(count: int = 3) -> DataLoader[Any]:
     return DataLoader(torch.randn(512 * count, 32, generator=torch.Generator().manual_seed(0)), batch_size=512)  # type: ignore[arg-type]
 
 
+@pytest.mark.long
 def test_the_update_of_the_first_batch_comes_in_parts_too(tmp_path: Path) -> None:
     """Its session opens within the optimizer's closure."""
     data = DataLoader(torch.randn(12, 128, generator=torch.Generator().manual_seed(0)), batch_size=4)  # type: ignore[arg-type]
@@ -152,6 +153,7 @@ def test_the_update_of_the_first_batch_comes_in_parts_too(tmp_path: Path) -> Non
     assert max(report.peak_bytes for report in callback.memory.history) <= budget  # type: ignore[union-attr]
 
 
+@pytest.mark.long(but=2)
 @pytest.mark.parametrize(
     ("calls", "method"), [("self", "mimose"), ("self", "auto"), ("parts", "auto"), ("parts", "delta")]
 )

@@ -158,12 +158,13 @@ def plain_and_managed(
     return callback
 
 
+@pytest.mark.long(but=2)
 @pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused", "sgd", "adafactor", "rmsprop"])
 def test_optimizers_of_the_trainer(tmp_path: Path, optim: str) -> None:
     plain_and_managed(tmp_path, {"optim": optim}, method="delta")
 
 
-@pytest.mark.long(but=2)
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize(
     "options",
     [

@@ -375,7 +375,7 @@ class KilledIn(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.long(but=1)
+@pytest.mark.long
 @pytest.mark.parametrize("order", ORDERS)
 def test_ctrl_c_from_the_system_is_ctrl_c_between_two_ops(order: str) -> None:
     ops = ops_of_a_step()

@@ -128,7 +128,7 @@ def batched(model: nn.Module) -> list[Tensor]:
     return [gradients.sum(0), *first]
 
 
-@pytest.mark.long(but=27)
+@pytest.mark.long(but=15)
 @pytest.mark.filterwarnings("ignore:torch.quantize_per", "ignore:TypedStorage")
 @pytest.mark.parametrize("share", [0.8, 0.6])
 @pytest.mark.parametrize("order", ORDERS)

@@ -279,6 +279,7 @@ def test_random_ops_take_what_they_are_allowed_and_the_rest_lies_in_the_file(tmp
     held.clear()
 
 
+@pytest.mark.long
 def test_a_forked_child_that_frees_its_part_of_the_file_leaves_the_parents(tmp_path: Path) -> None:
     script = textwrap.dedent(
         """
@@ -314,6 +315,7 @@ def test_a_result_whose_address_was_given_away_stays_where_it_is(tmp_path: Path)
     assert fake.shape == x.shape
 
 
+@pytest.mark.long
 def test_an_op_that_forks_shares_no_page_of_the_file_with_the_child(tmp_path: Path) -> None:
     script = textwrap.dedent(
         """

@@ -155,6 +155,7 @@ def test_nobody_looks_at_the_stack_where_no_timeline_is_kept(monkeypatch: pytest
         assert bool(looks) is looked
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("method", ["mimose", "checkpoint", "auto"])
 def test_a_page_of_the_block_engine_tells_what_each_block_held_at_the_highest_peak(method: str, tmp_path: Any) -> None:
     torch.manual_seed(0)

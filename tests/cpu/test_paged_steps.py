@@ -126,7 +126,7 @@ def test_without_the_tensor_engine_such_a_step_passes_the_budget(monkeypatch: py
     assert most() > BUDGET
 
 
-@pytest.mark.long(but=1)
+@pytest.mark.long
 @pytest.mark.parametrize("fused", [True, False])
 def test_an_optimizer_that_does_not_fit_at_once_does_not_end_the_step(fused: bool) -> None:
     def of_many() -> Training:
@@ -151,6 +151,7 @@ def test_an_optimizer_that_does_not_fit_at_once_does_not_end_the_step(fused: boo
     assert all(report.ops for report in memory.history)
 
 
+@pytest.mark.long
 def test_a_second_forward_that_does_not_fit_is_watched_from_there_on() -> None:
     def run(training: Training, memory: BlockSession | None) -> list[Any]:
         few, many = training.batch(SMALL), training.batch(LARGE)
@@ -231,6 +232,7 @@ def test_what_a_step_makes_before_its_forward_counts_although_nobody_knows_its_s
     assert memory.history[0].peak_bytes <= BUDGET
 
 
+@pytest.mark.long
 def test_what_is_away_comes_back_before_a_step_that_nobody_watches() -> None:
     training = Training()
     with managed(training, page=True) as memory:
@@ -244,7 +246,7 @@ def test_what_is_away_comes_back_before_a_step_that_nobody_watches() -> None:
         assert memory.history[-1].ops == 0
 
 
-@pytest.mark.long(but=1)
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["an exception", "a signal", "closing"])
 @pytest.mark.parametrize("turn", [1, 2])
 def test_whatever_ends_a_paged_step_the_same_thread_trains_on(turn: int, how: str) -> None:

@@ -211,6 +211,7 @@ class Shown(AbstractPlanner):
         return self._plan(problem)
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_step_is_recorded_within_a_session_as_outside_of_one(name: str) -> None:
     seed_everything(0)

@@ -67,7 +67,7 @@ def test_bert_base_with_its_optimizer_takes_less_than_a_megabyte(tmp_path: Path)
     }
 
 
-@pytest.mark.long(but=1)
+@pytest.mark.long
 @pytest.mark.parametrize("name", SMALL)
 def test_the_same_seed_gives_the_same_model_and_batches_which_draw_from_a_stream_of_their_own(name: str) -> None:
     one, two, other = (get(name, seed=seed, **SMALL[name]) for seed in (3, 3, 4))

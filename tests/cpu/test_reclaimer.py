@@ -262,7 +262,7 @@ else:
 """
 
 
-@pytest.mark.long(but=1)
+@pytest.mark.long
 @pytest.mark.parametrize("where", ["first", "thread", "failed"])
 def test_the_free_end_of_every_heap_goes_back(where: str) -> None:
     # A thread has a heap of its own, whose end `malloc_trim` leaves alone: sessions in threads counted on pages that

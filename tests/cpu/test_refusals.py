@@ -187,6 +187,7 @@ def tried_too_much(method: str | None, budget: Bytes | None) -> tuple[list[Tenso
     return [parameter.detach().clone() for parameter in model.parameters()], said, peaks
 
 
+@pytest.mark.long(but=4)
 @pytest.mark.parametrize("method", ["auto", "lru", "dtr", "delta", "keep-all", "mimose", "checkpoint"])
 def test_what_no_device_has_fails_as_it_does_plainly_and_the_step_goes_on(method: str) -> None:
     plain, said, _ = tried_too_much(None, None)
@@ -198,7 +199,7 @@ def test_what_no_device_has_fails_as_it_does_plainly_and_the_step_goes_on(method
     assert max(peaks) <= budget
 
 
-@pytest.mark.long(but=2)
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("method", ["auto", "lru", "checkpoint"])
 def test_where_batches_vary_in_size_a_refusal_says_that_it_is_about_this_one(method: str) -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(4)))
@@ -480,7 +481,7 @@ FORMS = [("AdamW", {"fused": True}), ("Adagrad", {"fused": True})] + [
 ]
 
 
-@pytest.mark.long(but=19)
+@pytest.mark.long(but=11)
 @pytest.mark.parametrize(("name", "form"), FORMS)
 @pytest.mark.parametrize("shapes", [((64, 128), (128, 64), (32, 256)), ((64, 128),) * 3, ((64, 64), (8,), (96, 64))])
 def test_what_an_update_takes_is_told(name: str, form: dict[str, Any], shapes: tuple[tuple[int, ...], ...]) -> None:

@@ -129,6 +129,7 @@ def _needs(call: Call) -> tuple[needs.Rise | None, Bytes | None]:
     return needs.recomputing(call, environment), needs.least(call, environment)
 
 
+@pytest.mark.long(but=3)
 @pytest.mark.parametrize("opened", OPENED)
 def test_nothing_that_the_user_opened_hears_of_them(opened: str) -> None:
     model, heard = Blocks(), Heard()

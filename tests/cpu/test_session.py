@@ -147,6 +147,7 @@ def test_a_run_file_holds_what_the_history_holds(tmp_path: Path, timeline: bool)
         assert drawn.allowed == report.allowed
 
 
+@pytest.mark.long
 def test_the_run_file_of_a_run_that_died_can_be_read_up_to_there(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     code = """

@@ -105,7 +105,7 @@ def trained(method: str | None, budget: int | None, change: tuple[Callable[[Any]
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-@pytest.mark.long(but=2)
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("name", CHANGES)
 def test_what_is_run_again_runs_under_the_settings_of_the_first_time(name: str) -> None:
     before = [(flag, flag[0]()) for settings in (GENERAL, EINSUM, ATTENTION) for flag in settings.flags]
@@ -154,7 +154,7 @@ def trained_by_blocks(
     return [parameter.detach().clone() for parameter in model.parameters()], [*seen, ALL.now()]
 
 
-@pytest.mark.long(but=2)
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("name", IN_BLOCKS)
 def test_what_a_block_sets_is_put_back_after_its_second_run(name: str) -> None:
     before = [(flag, flag[0]()) for flag in ALL.flags]

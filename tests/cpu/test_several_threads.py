@@ -106,7 +106,7 @@ def _in_an_old_pool(work: Callable[[], Any]) -> None:
     _POOL.submit(work).result()
 
 
-@pytest.mark.long(but=7)
+@pytest.mark.long(but=4)
 @pytest.mark.parametrize("method", ["lru", "delta", "dtr", "largest", "keep-all"])
 @pytest.mark.parametrize("elsewhere", [_in_a_thread, _in_an_old_pool])
 def test_a_backward_in_another_thread_is_a_part_of_the_step_that_made_its_graph(

@@ -96,7 +96,7 @@ WITHOUT_SECONDS: dict[str, Callable[[], AbstractPolicy]] = {
 storage in a page."""
 
 
-@pytest.mark.long(but=4)
+@pytest.mark.long(but=2)
 @pytest.mark.parametrize("share", [0.8, 0.6, 0.5])
 @pytest.mark.parametrize("method", WITHOUT_SECONDS)
 def test_every_decision_and_the_peak_are_those_of_the_tensor_engine(
@@ -145,7 +145,7 @@ def temporaries_of(step: Step, op: Op) -> Bytes:
     return sum(step.storages[step.values[value].storage].nbytes for value in op.creates)
 
 
-@pytest.mark.long(but=1)
+@pytest.mark.long
 @pytest.mark.parametrize("seed", [1, 2])
 def test_a_plan_is_followed_on_real_tensors_as_on_paper(
     recorded: Recorded, seed: int, monkeypatch: pytest.MonkeyPatch
@@ -173,7 +173,7 @@ PLANNERS: dict[str, Callable[[], AbstractPlanner]] = {
 }  # fmt: skip
 
 
-@pytest.mark.long(but=2)
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("method", PLANNERS)
 def test_what_a_planner_planned_is_done_on_real_tensors_as_on_paper(recorded: Recorded, method: str) -> None:
     step = recorded.step
@@ -195,6 +195,7 @@ def test_what_a_planner_planned_is_done_on_real_tensors_as_on_paper(recorded: Re
     assert difference(state_of(plain.model, *plain.optimizers), state_of(managed.model, *managed.optimizers)) is None
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("name", ["resnet", "stdlib-lm"])
 def test_blocks_are_recomputed_on_real_tensors_as_on_paper_each_op_once(name: str) -> None:
     step = record(workload(name)).step
@@ -219,7 +220,7 @@ def _movable(step: Step, gap: Gap) -> bool:
     return step.storages[step.values[gap.value].storage].nbytes >= SMALLEST_MOVABLE
 
 
-@pytest.mark.long(but=1)
+@pytest.mark.long
 def test_a_plan_whose_copies_run_beside_ops_is_exact_and_within_its_budget(recorded: Recorded) -> None:
     step, plan = random_plan(recorded.workload, 1)
     reports, _, managed = real(recorded.workload, plan.projected, Planned(plan, step, ahead=4))

@@ -256,6 +256,7 @@ def test_a_block_with_nested_tensors_of_the_strided_layout_inside_is_kept_and_th
         assert [report.kept_because for report in engine.calls] == [because, because]
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_model_that_is_managed_is_exported_as_it_is(strict: bool) -> None:
     """Between steps, whether or not blocks were found by then."""

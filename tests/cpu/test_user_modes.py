@@ -84,7 +84,7 @@ def heard(method: str | None) -> list[Counter[str]]:
     return found
 
 
-@pytest.mark.long(but=6)
+@pytest.mark.long(but=3)
 @pytest.mark.parametrize("method", [*TENSORS, *BESIDE, *BLOCKS])
 def test_a_function_mode_hears_the_users_own_calls_and_those_of_second_runs(method: str) -> None:
     plainly, found = heard(None), heard(method)

@@ -235,7 +235,7 @@ class Routed(nn.Module):
         return out
 
 
-@pytest.mark.long(but=3)
+@pytest.mark.long(but=2)
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("ways", WAYS.values(), ids=WAYS)
 def test_rows_are_routed_once_and_their_gradients_go_where_they_went(ways: tuple[Way, ...], autocast: bool) -> None:

@@ -55,7 +55,7 @@ def test_a_workload_carries_the_name_that_it_is_found_by(name: str) -> None:
     assert small(name).name == name
 
 
-@pytest.mark.long(but=2)
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("name", SMALL)
 def test_the_same_seed_gives_the_same_batches_every_time_they_are_asked_for(name: str) -> None:
     workload = small(name)
@@ -111,6 +111,7 @@ def test_building_seeds_the_streams_of_python_numpy_and_torch(name: str) -> None
     assert next_numbers() == next_numbers()
 
 
+@pytest.mark.long(but=6)
 @pytest.mark.parametrize("name", SMALL)
 def test_training_lowers_the_loss_on_a_batch_that_comes_again(name: str) -> None:
     workload = small(name)
