@@ -27,7 +27,7 @@ from tests.cpu.program_judge import (
 from tests.cpu.programs import random_program
 from tests.cpu.world import ACTIONS
 
-PROGRAMS = int(os.environ.get("SPILLWAY_PROGRAMS", "6"))
+PROGRAMS = int(os.environ.get("SPILLWAY_PROGRAMS", "10"))
 
 ONCE_WRONG = {
     9: "recompute first", 11: "lru", 13: "dtr", 30: "copy beside", 79: "largest", 116: "dtr", 139: "copy beside",
