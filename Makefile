@@ -34,7 +34,7 @@ test: $(INSTALLED)
 test-all:
 	$(MAKE) test LONG=--long
 
-# Three times in a row beside four processes that are busy: what holds only on an idle machine fails here. Some two hours.
+# Three times in a row beside four processes that are busy: what holds only on an idle machine fails here. Some 90 minutes.
 test-busy: $(INSTALLED)
 	@busy=; trap 'kill $$busy' EXIT; for i in 1 2 3 4; do $(RUN)/python -c 'while True: pass' & busy="$$busy $$!"; done; \
 	$(MAKE) test && $(MAKE) test && $(MAKE) test

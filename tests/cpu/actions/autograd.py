@@ -213,7 +213,7 @@ def functional(world: World, i: Instruction) -> Any:
     """`torch.func`, forward mode, and the functions of `torch.autograd`."""
     x = world.floats(i.a)
     x = x[:16, :32].float()
-    first = x[0] if x[0].numel() <= 512 else x[0].reshape(-1)[:512]  # a Hessian of 4,096 elements takes 8 GB
+    first = x[0] if x[0].numel() <= 512 else x[0].reshape(-1)[:512]  # else a Hessian takes gigabytes
     linear, tf = world.network["linear"], torch.func
     parameters = {name: p.detach() for name, p in linear.named_parameters()}
     rows = torch.ones(8, 64) * x.mean()
