@@ -96,13 +96,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and torch sees none"))
 
 
-def _long(cases: list[pytest.Item]) -> list[pytest.Item]:
-    """Of the cases of one test those that take long; `long(but=2)` keeps two, the same ones in every process."""
+def _long(cases: list[Any]) -> list[pytest.Item]:
+    """Of the cases of one test those that take long; `long(but=2)` keeps two, the same ones in every process: one from
+    the middle, then whichever has most values of parameters that no case before it had."""
     marked = cases[0].get_closest_marker("long")
     if marked is None:
         return []
-    but = marked.kwargs.get("but", 0)
-    kept = {(2 * number + 1) * len(cases) // (2 * but) for number in range(but)}
+    values = [
+        {(name, repr(value)) for name, value in case.callspec.params.items()}
+        for case in cases
+        if hasattr(case, "callspec")
+    ]
+    kept, met = list[int](), set[tuple[str, str]]()
+    for _ in range(min(marked.kwargs.get("but", 0), len(values))):
+        rest = sorted(set(range(len(values))) - {*kept}, key=lambda number: number != len(values) // 2)
+        kept.append(max(rest, key=lambda number: len(values[number] - met)))
+        met |= values[kept[-1]]
     return [case for number, case in enumerate(cases) if number not in kept]
 
 
