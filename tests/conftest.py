@@ -102,6 +102,8 @@ def _long(cases: list[Any]) -> list[pytest.Item]:
     marked = cases[0].get_closest_marker("long")
     if marked is None:
         return []
+    if marked.args or {*marked.kwargs} - {"but"}:
+        raise pytest.UsageError(f"{cases[0].nodeid} is marked long({marked.args}, {marked.kwargs}); write long(but=2).")
     values = [
         {(name, repr(value)) for name, value in case.callspec.params.items()}
         for case in cases
