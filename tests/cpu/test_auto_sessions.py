@@ -87,8 +87,8 @@ def test_the_first_steps_measure_and_later_ones_mix(plain: tuple[list[bytes], in
     memory.report(tmp_path / "page.html")
     assert "The step is expected to take " in (tmp_path / "page.html").read_text()
     assert memory.history[3].bytes_out > 0, "of inputs, by which copies are timed"
-    later = [*zip(memory.history[4:], chosen[3:], strict=True)]
-    assert memory.history[4].projected_bytes > 0
+    later = [*zip(memory.history[5:], chosen[4:], strict=True)]
+    assert memory.history[5].projected_bytes > 0
     assert all(one.projected_bytes > 0 or PROBES[1] in did for one, did in later), "or try again how fast copies are"
     assert not any(did <= {Action.KEEP} for did in chosen[3:]), "and give something up"
 

@@ -82,6 +82,15 @@ def test_a_size_is_planned_once_and_once_more_when_it_has_been_met_often(few: in
     assert training.made == (1 if few else 2)
 
 
+def test_copies_are_tried_where_there_is_never_room_to_select_and_twice_since_the_first_are_slow() -> None:
+    training = Training()
+    told = [training.step(180, rate=1e6 if min(training.method._menus.rates) else 1e5) for _ in range(6)]
+    assert [did.otherwise.moves and not did.actions for did in told] == [False, True, True, False, False, False]
+    problem = training.method.problem((180,), AVAILABLE)
+    assert (problem.out_rate, problem.in_rate) == (1e6, 1e6)
+    assert Action.OFFLOAD in {option.action for option in problem.blocks[0].options}
+
+
 def test_many_sizes_are_planned_once_a_bucket_and_few_for_what_was_seen() -> None:
     training, draw = learned(), Random(0)
     assert [training.step(tokens).size for tokens in (120, 121)] == [(120,), (121,)]
@@ -191,8 +200,8 @@ def test_links_that_were_slow_at_first_are_tried_again_ever_more_rarely() -> Non
     training = Training()
     did = [training.step(110, rate=1e3) for _ in range(140)]
     tried = [number for number, one in enumerate(did) if any(action.moves for action in one.actions)]
-    assert 5 <= len(tried) <= 9, "one in the beginning, then after 8, 16, 32, ... steps"
-    assert all(later - number > 1 for number, later in pairwise(tried))
+    assert 5 <= len(tried) <= 9, "two in the beginning, then one after 8, 16, 32, ... steps"
+    assert all(later - number > 1 for number, later in pairwise(tried[1:]))
     did = [training.step(110) for _ in range(140)]
     assert training.method._menus.rates == (1e6, 1e6)
     assert all(any(action.moves for action in one.actions) for one in did[-10:])

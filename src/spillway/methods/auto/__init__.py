@@ -10,7 +10,8 @@ decides, `menus.py` has what training teaches. A step of a new training measures
 
 All but the first keep what surely fits by what is known of bytes, which errs upwards, and recompute the rest.
 
-The second and third wait for a step in which not everything fits, and the second for one with room for it.
+The second and third wait for a step in which not everything fits, and the second for one with room for it, which the
+third does not wait for.
 
 After these every size has its plan: sizes within `BUCKET` of each other share that of the largest that was seen, or
 where sizes are many that of the largest there can be.
@@ -24,6 +25,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import ceil, floor, inf, log
 from statistics import median
+from types import MappingProxyType
 from typing import Final, Self, final
 
 from spillway.methods.actions import Action
@@ -49,10 +51,9 @@ from spillway.units import Bytes, Seconds
 
 COLLECTED: Final = 10
 """Steps that measure at most, as Mimose's evaluation has them."""
-PROBES: Final = (Action.SELECTIVE, Action.RECOMPUTE_OFFLOADED)
-"""What is tried in blocks beside recomputing them, each until something is known of it."""
-TRIES: Final = 3
-"""How often at most."""
+PROBES: Final = MappingProxyType({Action.SELECTIVE: 3, Action.RECOMPUTE_OFFLOADED: 2})
+"""What is tried in blocks beside recomputing them, and in how many steps at most: the first until something is known of
+it, copies twice, since the first of them write where nothing was yet."""
 TRIED: Final = 2
 """Blocks of each kind in which something is tried."""
 BUCKET: Final = 0.02
@@ -109,7 +110,7 @@ class Auto(AbstractBlockMethod):
         self._menus = Menus(batched=batched)
         self._steps = 0
         """That measured, and ended."""
-        self._pending = dict.fromkeys(PROBES if moves else PROBES[:1], TRIES)
+        self._pending = {action: tries for action, tries in PROBES.items() if moves or not action.moves}
         """What is to be tried in blocks, and how often still."""
         self._measured: set[InputSize] = set()
         """Sizes at which every block was measured."""
@@ -189,11 +190,13 @@ class Auto(AbstractBlockMethod):
             return None
         if not self._bytes.plan(size, available).given_up:
             return None
-        action = next(iter(self._pending))
         surely = self._surely(size, available)
-        if surely is not None:
-            return self._trying(action, surely)
-        return None if action is Action.SELECTIVE else BlockPlan.nothing_kept(size, available, action)
+        for action in self._pending:
+            if surely is not None:
+                return self._trying(action, surely)
+            if not action.selects:
+                return BlockPlan.nothing_kept(size, available, action)
+        return None
 
     def _trying(self, action: Action, surely: BlockPlan) -> BlockPlan:
         """The same, but for a few blocks of each kind: selective are those that would be kept, if there are any; inputs
@@ -338,7 +341,7 @@ class Auto(AbstractBlockMethod):
         self._steps += collecting
         for action in {sample.action for sample in blocks} & {*self._pending}:
             self._pending[action] -= 1
-            if not self._pending[action] or self._menus.knows(action):
+            if not self._pending[action] or (action.selects and self._menus.knows_kept):
                 del self._pending[action]
 
     def _learn_excess(self, step: StepSample, known: _Remembered | None, *, moved: bool) -> bool:

@@ -143,9 +143,10 @@ class Menus:
     def _options(self) -> tuple[bool, int]:
         return min(self.rates) > 0, len(self._kept)
 
-    def knows(self, action: Action) -> bool:
-        """Whether anything was learned where blocks did this."""
-        return bool(self._kept) if action.selects else min(self.rates) > 0
+    @property
+    def knows_kept(self) -> bool:
+        """Whether anything was learned where blocks ran selectively."""
+        return bool(self._kept)
 
     def leaves(self, call: int, plan: BlockPlan) -> bool:
         """Whether a call's input is not held by anybody else under a plan."""
