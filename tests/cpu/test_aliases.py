@@ -152,7 +152,7 @@ def unfrozen() -> Iterator[None]:
     gc.unfreeze()
 
 
-@pytest.mark.long(but=4)
+@pytest.mark.long(but=2)
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("of", [lambda t: t, lambda t: t[3:], lambda t: t.view(torch.int32), lambda t: t.detach()])
 def test_what_was_loaded_and_is_shown_by_an_array_stays(

@@ -394,6 +394,7 @@ def trained(spillway: Command, *options: object) -> dict[str, Any]:
     return document
 
 
+@pytest.mark.long
 def test_a_users_workload_trains_under_a_budget_bit_for_bit_as_without(spillway: Command) -> None:
     document = trained(
         spillway, "--budget", "1MiB", "--method", "lru", "--plain-check", "--run-file", "run.jsonl",

@@ -212,7 +212,7 @@ def test_contents_stay_and_every_call_is_right(driver: Path, packs: bool, limit:
     said_by_a_child(lambda: play(str(driver), 34_000 if FULL_AUDIT else 5000, 1, packs, limit))
 
 
-@pytest.mark.long(but=4)
+@pytest.mark.long(but=2)
 @pytest.mark.parametrize("call", CALLS)
 def test_a_call_that_fails_costs_memory_at_most(driver: Path, call: str) -> None:
     for seed in range(1, 9 if FULL_AUDIT else 3):

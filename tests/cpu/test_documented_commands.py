@@ -87,7 +87,7 @@ def ends(*words: str) -> Any:
     return end.value.code
 
 
-@pytest.mark.long(but=2)
+@pytest.mark.long
 @pytest.mark.parametrize("name", [name for name in DOCUMENTS if lines(DOCUMENTS[name])])
 def test_every_command_of_a_document_runs(
     name: str, recorded: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

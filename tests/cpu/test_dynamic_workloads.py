@@ -56,7 +56,7 @@ def test_a_recorded_step_is_the_step_that_would_run(name: str) -> None:
     assert all(torch.equal(tensor, state[key]) for key, tensor in plain.model.state_dict().items())
 
 
-@pytest.mark.long(but=3)
+@pytest.mark.long(but=1)
 def test_paths_differ_and_touch_the_parameters_of_the_modules_that_run(name: str) -> None:
     recorded = record_samples(name, steps=12, **SMALL_DYNAMIC[name])
     known = recorded.architecture

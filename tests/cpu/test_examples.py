@@ -50,7 +50,7 @@ def without(script: str) -> str:
     return script
 
 
-@pytest.mark.long(but=1)
+@pytest.mark.long
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_tells_what_it_tells_without_its_two_lines_and_keeps_its_budget(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

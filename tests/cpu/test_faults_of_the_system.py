@@ -71,7 +71,7 @@ def state_before_each_op() -> list[int]:
     return [hash(tuple(state_of(*stopped_plainly(number)).items())) for number in range(ops_of_a_step())]
 
 
-@pytest.mark.long(but=1)
+@pytest.mark.long
 @pytest.mark.parametrize("order", ORDERS)
 def test_ctrl_c_at_every_op(order: str) -> None:
     """At every op under two of the orders, every second one under each; in the full audit all under all."""

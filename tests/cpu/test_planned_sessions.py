@@ -135,7 +135,7 @@ def plain(name: str) -> tuple[State, list[float], int]:
     return state, losses, max(report.peak_bytes for report in trained(name).reports)
 
 
-@pytest.mark.long(but=4)
+@pytest.mark.long(but=2)
 @pytest.mark.parametrize(("method", "name", "share"), in_turn(PLANNERS, SETTINGS, SHARES, times=3))
 def test_the_bits_are_those_of_plain_pytorch_and_no_peak_is_above_the_budget(
     name: str, method: str, share: float

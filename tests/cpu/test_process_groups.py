@@ -161,6 +161,7 @@ def test_what_is_in_flight_and_not_held_is_told_by_these_programs(tmp_path: Path
         assert judged(processes, "all_reduce, pressed", "lru", plain, 0.5, plant=True).complaints != []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["lru", "checkpoint"])
 def test_where_one_rank_refuses_all_do_and_a_later_process_group_knows_nothing_of_it(two: Group, method: str) -> None:
     program = "ddp"

@@ -38,6 +38,7 @@ def test_the_example_of_the_readme_keeps_its_budget_and_writes_a_page(
     assert "<svg" in (tmp_path / "run.html").read_text("utf-8")
 
 
+@pytest.mark.long(but=4)
 @pytest.mark.parametrize(
     "name", [name for name in DOCUMENTS if name != "README.md" and blocks(DOCUMENTS[name], "python")]
 )
@@ -107,6 +108,7 @@ def _losses(method: str | AbstractPolicy, budget: str | None) -> tuple[list[str]
     return losses, memory.history[-1]
 
 
+@pytest.mark.long
 def test_the_example_of_the_readme_trains_in_blocks_and_so_does_a_transformer(monkeypatch: pytest.MonkeyPatch) -> None:
     (example,) = blocks(DOCUMENTS["README.md"], "python")
     example = example.replace('budget="48MiB"', 'budget="48MiB", method="mimose"')

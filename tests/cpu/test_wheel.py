@@ -82,6 +82,7 @@ def test_it_has_every_file_of_the_package_and_none_besides(wheel: zipfile.ZipFil
     } <= there
 
 
+@pytest.mark.long
 def test_it_trains_and_reports_from_where_it_is_installed(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
     """Its native part is of the sources in it: the one of this checkout, and so compiled already."""
     wheel.extractall(tmp_path)

@@ -55,7 +55,7 @@ def test_a_workload_carries_the_name_that_it_is_found_by(name: str) -> None:
     assert small(name).name == name
 
 
-@pytest.mark.long(but=1)
+@pytest.mark.long
 @pytest.mark.parametrize("name", SMALL)
 def test_the_same_seed_gives_the_same_batches_every_time_they_are_asked_for(name: str) -> None:
     workload = small(name)

@@ -125,7 +125,7 @@ return [...document.querySelectorAll("svg text")].filter((one) => one.textConten
 """
 
 
-@pytest.mark.long(but=7)
+@pytest.mark.long(but=3)
 @pytest.mark.parametrize("screen", SCREENS)
 @pytest.mark.parametrize("name", PAGES)
 def test_a_page_says_nothing_on_the_console_asks_for_nothing_and_cuts_nothing_off(
