@@ -9,7 +9,8 @@ weights, a gradient that is not summed up yet). It is counted storage by storage
 a prime number, of which the bytes of whatever grows with the batch are a multiple. No fit is in it.
 
 A size may be left out of the line of memory for one reason alone, whatever its distance from it: its peak is at another
-moment of the step than those on the line, by the gradients that are there then or because the update has begun.
+moment of the step than that of the largest size, whose line it is, by the gradients that are there then or because the
+update has begun. Where two moments' lines cross, a size may be on both.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class LeftOut:
 
     count: int
     without_reason: int
-    """Those whose peak is at the same moment as that of a size on the line."""
+    """Those whose peak is at the same moment as that of the largest size on the line."""
     r: float | None
     """Of a line through all sizes that ran; None where it says nothing."""
 
@@ -164,12 +165,9 @@ def pairs(advice: Advice) -> list[tuple[str, int]]:
 def left_out(trials: Mapping[int, Trial], on_line: Collection[int]) -> LeftOut:
     """Of the trials of a method, with the sizes that memory is fitted to."""
     peaks = {size: float(trial.peak) for size, trial in trials.items() if trial.peak is not None}
-    moments = {_moment(trials[size]) for size in on_line}
     off = [size for size in peaks if size not in on_line]
-    return LeftOut(
-        count=len(off), without_reason=sum(_moment(trials[size]) in moments for size in off),
-        r=fit_line(peaks).r if len(peaks) > 1 else None,
-    )  # fmt: skip
+    same = [size for size in off if on_line and _moment(trials[size]) == _moment(trials[max(on_line)])]
+    return LeftOut(count=len(off), without_reason=len(same), r=fit_line(peaks).r if len(peaks) > 1 else None)
 
 
 def _moment(trial: Trial) -> tuple[Bytes, bool]:
@@ -271,7 +269,7 @@ def _of_verdicts(name: str, rows: Sequence[Row], *, pays: bool) -> Iterator[Chec
     """Of what results that were kept longer ago do not tell there is no check."""
     if any("without_reason" in row for row in rows):
         yield Check(
-            what=f"{name}: sizes left out of a line whose peak is at the same moment as those on it",
+            what=f"{name}: sizes left out of a line whose peak is at the same moment as that of the largest on it",
             measured=sum(row["without_reason"] for row in rows),
         )  # fmt: skip
     if any("taken" in row for row in rows):
@@ -350,9 +348,9 @@ NOTES: Final = (
     "There without a batch: parameters, optimizer state, buffers, the gradients that are there at the moment of the "
     "peak, and what ops work with, counted storage by storage at the peak of a step with a prime batch.",
     "R of memory is that of the sizes on the line of the largest. Sizes left out of it ran as well; that is allowed "
-    "where their peak is at another moment, by the gradients that are there or because the update has begun, and "
-    "otherwise counted as without a reason. R, all sizes: of a line through all that ran. The fastest trial is the one "
-    "with the highest throughput, at any batch that was measured.",
+    "where their peak is at another moment than that of the largest, by the gradients that are there or because the "
+    "update has begun, and otherwise counted as without a reason. R, all sizes: of a line through all that ran. The "
+    "fastest trial is the one with the highest throughput, at any batch that was measured.",
     "swap waits for every copy, as PAPAYA's does; the other two that move let copies run beside compute.",
 )
 
