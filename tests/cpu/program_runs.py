@@ -326,7 +326,7 @@ def _run_as_planned(plans: PlannedSteps, kind: int, run: Callable[[], None], ran
         plans.end()
     if ran.refusal is None and not ran.wrong:
         plan = plans._policy.planned
-        plans.conclude()
+        plans.conclude(0.0)
         ran.began_planned += plan is not None
         ran.ended_planned += plan is not None and plans._now.planned is plan
 

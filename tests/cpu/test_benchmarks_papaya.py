@@ -193,7 +193,7 @@ def test_a_size_is_left_out_of_the_line_for_another_moment_of_its_peak_and_for_n
     assert found.r is not None
     assert found.r < 0.95
     crossing = {**line, 4: trial(4, 40, gradients=5)}
-    assert here.left_out({2: later, **crossing}, {4, 6, 8}).without_reason == 0, "on its own line, and one of that on both"
+    assert here.left_out({2: later, **crossing}, {4, 6, 8}).without_reason == 0, "one of both lines"
 
 
 def test_a_method_that_does_not_do_what_is_said_of_it_is_counted() -> None:

@@ -33,7 +33,7 @@ from tests.pure.linear_graphs import linear_step
 DEVICE = replace(device_of("a100"), copy_seconds=0.0)
 
 
-BY_WINDOW = "planned value by value, by window; a session leaves such a step to lru"
+BY_WINDOW = "planned value by value, by window, as a session does where lru proves slower"
 
 
 def linked(seconds: float) -> Device:

@@ -221,23 +221,32 @@ class SelfPlanned(AbstractPolicy):
     """Follows what a planner made of the step that is about to run; where nothing was made yet, and in a step that
     turns out to be another, it moves the stalest storages.
 
-    Nothing is dropped without a plan: a drop holds its leaves alive, and a step that is recorded meanwhile would tell
-    of lives that are not its own.
+    Nothing is dropped while a step is recorded: a drop holds its leaves alive, and the record would tell of lives that
+    are not its own.
 
     Arguments:
         planner: What a session shows the steps that it has recorded. Its name is the name of this.
+        otherwise: What decides in steps that are neither planned nor recorded, and lends this its name: the planner is
+            asked only about steps that have come back often. None to plan as soon as may be, and to move until then.
     """
 
     follows = True
 
-    def __init__(self, planner: AbstractPlanner) -> None:
+    def __init__(self, planner: AbstractPlanner, otherwise: AbstractPolicy | None = None) -> None:
         self.planner = planner
-        self.name = planner.name
-        self.uses_recipes = planner.uses_recipes
+        self.otherwise = otherwise
+        decides = otherwise or planner
+        self.name = decides.name
+        self.uses_recipes = planner.uses_recipes or decides.uses_recipes
         self.planned: Planned | None = None
         """What the step that runs follows."""
+        self.recorded = False
+        """Whether the step that runs is written down."""
 
     def relieve(self, view: MemoryView, needed: Bytes) -> Generator[Proposal, bool, None]:
+        if self.otherwise is not None and self.planned is None and not self.recorded:
+            yield from self.otherwise.relieve(view, needed)
+            return
         for storage in view.candidates():
             yield Move(storage)
 

@@ -19,13 +19,14 @@ from spillway.errors import BudgetError, UsageError
 from spillway.internals.private import fully_sharded
 from spillway.ir import RunWriter
 from spillway.memory.budget import UNLIMITED
-from spillway.methods import LRU, METHODS, AbstractPlanner, AbstractPolicy, resolve
+from spillway.methods import METHODS, AbstractPlanner, AbstractPolicy, resolve
 from spillway.methods.by_block import AbstractBlockMethod
 from spillway.session.abstract_session import Session, header
 from spillway.session.auto_session import AutoSession
 from spillway.session.block_session import BlockSession
 from spillway.session.inputs import Models, Optimizers, check_models, modules_of, several, unwrapped
 from spillway.session.options import BlockOptions, ManageOptions, ReportOptions, SpillOptions
+from spillway.session.planned_steps import watching
 from spillway.session.tensor_session import TensorSession, tensor_header
 from spillway.units import Bytes
 
@@ -111,7 +112,7 @@ def manage(
                 BlockSession, models, optimizers, writer, live, method=decides, traces=report.timeline, pinned=pinned,
                 spill=spill, blocks=dataclasses.replace(blocks, page=pages or (blocks.page and not sharded)),
             )  # fmt: skip
-            storages = functools.partial(opened, LRU(), lambda _: writer)
+            storages = functools.partial(opened, watching(), lambda _: writer)
             session = cast(Session, AutoSession(by_block, storages, allowed)) if falls_back else by_block(allowed)
         else:
             told = functools.partial(tensor_header, allowed, return_freed=spill.return_freed)

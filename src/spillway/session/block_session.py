@@ -8,7 +8,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -61,10 +61,19 @@ from spillway.native.arena import Arena
 from spillway.session.abstract_session import AbstractStep, Session, header
 from spillway.session.before import Before
 from spillway.session.input_sizes import NO_COLUMNS, Columns, Shape, SizeReader
-from spillway.session.inputs import gradient_of, leaves, modules_of, parameters_of, signature_of, storages
+from spillway.session.inputs import (
+    circumstances,
+    gradient_of,
+    leaves,
+    modules_of,
+    parameters_of,
+    signature_of,
+    storages,
+)
 from spillway.session.needs import Call, Kept, Needs, Rise, kept_by, least, recomputing
 from spillway.session.options import BlockOptions, SpillOptions
 from spillway.session.paging import UNINTERRUPTED, Paging
+from spillway.session.planned_steps import watching
 from spillway.session.ranks import Agreement
 from spillway.session.tensor_session import TensorSession, report_of
 from spillway.session.updates import Arguments, update_in_parts
@@ -364,9 +373,10 @@ class BlockSession(Session):
         if not budget.limited:
             return
         if self._pages and self._paging is None:
-            engine = engine_for(self._device, LRU(), budget, self._pinned, spill.directory, spill.io)
+            decides = LRU() if self._method.needs_blocks else watching()
+            engine = engine_for(self._device, decides, budget, self._pinned, spill.directory, spill.io)
             engine.graph_grows = self._graph_grows
-            self._paging = Paging(engine, self._base_rss)
+            self._paging = Paging(engine, self._base_rss, self._models, self._optimizers)
             self._pending, self._uninterrupted = engine.interrupts, UNINTERRUPTED
         if self._reclaimer is not None and self._base_rss is not None:
             self._reclaimer.limit = self._base_rss + int(SLACK * budget.allowed)
@@ -376,6 +386,8 @@ class BlockSession(Session):
             method.forget_plans()
         for family in self._families.values():
             family.traced.clear()  # what was measured under another budget need not fit in this one
+        if self._paging is not None and self._paging.plans is not None:
+            self._paging.plans.forget()
         if self._paging is not None and allowed > self._budget.named:
             self._paging.forget_all()
         self._budget.allow(allowed)
@@ -711,7 +723,8 @@ class _Step(AbstractStep):
                 self._tries, session._untried = untried and self._may_be_enough, False
             session._paging.come_back(self._entered[1:], self._holds)
             if session._paging.wanted(self._entered[1:], self._start) or untried or not sized:
-                self._page(0)
+                parameters = parameters_of(session._parts)
+                self._page(0, circumstances(self._signature, session._device, session._parts, parameters))
                 return
         session._budget.begin(self._start)
         wanted = session._traces or self._new or session._budget.limited
@@ -743,8 +756,9 @@ class _Step(AbstractStep):
         if self._watch is not None:
             self._watch.path += f"{list(dimensions)}"
 
-    def _page(self, nameless: Bytes) -> None:
-        """From here on every op is watched, see `session.paging`; so many bytes were made that have no name."""
+    def _page(self, nameless: Bytes, kind: Hashable | None = None) -> None:
+        """From here on every op is watched, see `session.paging`; so many bytes were made that have no name. A whole
+        step, in which blocks run plainly, is of some kind."""
         session = self._session
         assert session._paging is not None
         session._paging.remember(self._entered[1:])
@@ -756,7 +770,10 @@ class _Step(AbstractStep):
         if session._engine is not None:
             self.watch()
         named = partial(session._tensors, self._batch)
-        session._paging.begin(self, named, self._signature, session._models, nameless, self.deferred.shut)
+        session._paging.begin(
+            self, named, self._signature, session._models, nameless, self.deferred.shut,
+            None if self._tries else kind, self._batch,
+        )  # fmt: skip
 
     @unheard_by_modes
     def page_from_here(self) -> bool:
@@ -1220,6 +1237,8 @@ class _Step(AbstractStep):
                 self._family.tried[self._dimensions] = forwards, rise
         told = replace(told, input_size=list(self._size), blocks=len(ran), recomputed_blocks=twice)
         session._finish(replace(told, **self._foretold()))
+        if paging.plans is not None:
+            paging.plans.conclude(seconds)
 
     @unheard_by_modes
     def _report(self, seconds: Seconds) -> None:

@@ -117,7 +117,7 @@ class ForeseenSteps:
 
     # ------------------------------------------------------------------ steps
 
-    def begin(self, kind: Hashable, batch: Any) -> None:
+    def begin(self, kind: Hashable | None, batch: Any) -> None:
         """Before the engine begins a step."""
         self._wait()
         if not self._engine.budget.limited:
@@ -135,7 +135,7 @@ class ForeseenSteps:
         """When the engine has ended it. Calling it again does nothing."""
         self._open.close()
 
-    def conclude(self) -> None:
+    def conclude(self, seconds: Seconds) -> None:
         """Of a step that nothing went wrong in: the forward of one without a backward is over now."""
         self._forward_is_over()
 

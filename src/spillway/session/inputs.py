@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -23,6 +24,8 @@ Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 # Tuples, made once: `A | B` makes a union whenever it is evaluated.
 _LEAVES: Final = (torch.Tensor, bool, int, float)
 _CONTAINERS: Final = (list, tuple)
+_TRAINING: Final = operator.attrgetter("training")
+_REQUIRES_GRAD: Final = operator.attrgetter("requires_grad")
 
 
 def signature_of(batch: Any) -> str:
@@ -38,6 +41,16 @@ def signature_of(batch: Any) -> str:
         else repr(leaf)
         for leaf in found
     )
+
+
+def circumstances(
+    signature: str, device: torch.device, parts: Iterable[torch.nn.Module], parameters: Iterable[torch.Tensor]
+) -> Hashable:
+    """What a step on inputs of that signature depends on besides: what trains, and in which modes."""
+    kind = device.type
+    modes = (torch.is_grad_enabled(), torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+    # `map` over getters in C: this is asked before every step, watched or not.
+    return signature, modes, tuple(map(_TRAINING, parts)), tuple(map(_REQUIRES_GRAD, parameters))
 
 
 def modules_of(models: Iterable[torch.nn.Module]) -> Iterator[torch.nn.Module]:

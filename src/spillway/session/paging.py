@@ -13,6 +13,9 @@ A step is paged
     until then and has no name is not known storage by storage: so many bytes count as resident to its end, once more
     when an op comes to them.
 
+Under `auto` steps that are paged from their begin, in which blocks run plainly, are recorded and planned where they
+come back often (`planned_steps.watching`).
+
 NOTE [Lent]. Plans go by what was measured, and a step may take more all the same: other layers are dropped at random,
 other experts chosen. Where the arena traces it, what has no room in the budget lies in the spill directory then, as
 what ops take for themselves does under the tensor engine. Nothing is learned of such a step.
@@ -21,7 +24,7 @@ what ops take for themselves does under the tensor engine. Nothing is learned of
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias, final
 
@@ -34,8 +37,10 @@ from spillway.engines.tensors.torch_patches import others_open
 from spillway.engines.tensors.turns import Taker, end_turn, take_turn
 from spillway.errors import BudgetInfeasible, SpillFullError, SpillwayError
 from spillway.ir import Kind
+from spillway.methods.planned import SelfPlanned
 from spillway.session.called import Calls
 from spillway.session.input_sizes import Shape
+from spillway.session.planned_steps import PlannedSteps
 from spillway.units import Bytes
 
 UNINTERRUPTED = ("spillway.session.abstract_session", "spillway.session.paging", "spillway.engines.tensors.")
@@ -64,8 +69,13 @@ class Paging:
     """The tensor engine under a block session. See NOTE [Paged]. `base_rss` is what the process takes beside tensors,
     if freed memory is to be returned."""
 
-    def __init__(self, engine: TensorEngine, base_rss: Bytes | None) -> None:
+    def __init__(
+        self, engine: TensorEngine, base_rss: Bytes | None, models: Sequence[torch.nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+    ) -> None:  # fmt: skip
         self.engine = engine
+        policy = engine.controller.policy
+        self.plans = PlannedSteps(policy, engine, models, optimizers) if isinstance(policy, SelfPlanned) else None
         self._base_rss = base_rss
         self._sizes: dict[Like, _Left] = {}
         self._back: dict[Like, _Left] = {}
@@ -144,7 +154,7 @@ class Paging:
 
     def begin(
         self, step: Taker, named: Named, signature: str, models: Sequence[torch.nn.Module], nameless: Bytes,
-        shut: Callable[[], None],
+        shut: Callable[[], None], kind: Hashable | None, batch: Any,
     ) -> None:  # fmt: skip
         """Every op of the step is watched from here on.
 
@@ -155,15 +165,19 @@ class Paging:
             models: Whose calls a refusal will ask about.
             nameless: Bytes that the step has made until now.
             shut: Called where the step is lost.
+            kind: Steps of one kind may have a plan; None for one that is to have none.
+            batch: What the step trains on.
 
         Raises SessionError if a step of another session is running, and BudgetInfeasible if what cannot leave is more
         than the budget.
         """
         engine = self.engine
         self._calls = Calls()
-        abandon = functools.partial(self._calls.abandon, engine.close, shut)
+        abandon = functools.partial(self._calls.abandon, self._abandon, shut)
         take_turn(engine, step, lambda: (tensor for _, tensor in named()), abandon, alone=not others_open(engine))
         self._running = True
+        if self.plans is not None:
+            self.plans.begin(kind, batch)
         engine.begin_step(named(), base_rss=self._base_rss, signature=signature)
         with engine.controller.lock:
             engine.controller.make_room(nameless, "what the step made before its first forward")
@@ -185,6 +199,8 @@ class Paging:
         except (BudgetInfeasible, SpillFullError) as at_the_end:
             late = at_the_end  # everything is back all the same
         finally:
+            if self.plans is not None:
+                self.plans.end()
             end_turn(self.engine)
             self.engine.budget.reserve(0)  # for what the account does not see of this engine's
         self._running = False
@@ -196,6 +212,14 @@ class Paging:
     ) -> BudgetInfeasible:  # fmt: skip
         """A refusal of a paged step, with the budget to ask for; `beside` is what the session has in every step."""
         return smallest_budget(refusal, self.engine, models, optimizers, batch, self._calls.found, beside)
+
+    def _abandon(self) -> None:
+        """Nobody can end the step any more."""
+        try:
+            if self.plans is not None:
+                self.plans.end()
+        finally:
+            self.engine.close()
 
     def close(self) -> None:
         """Everything comes back."""

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib.util import find_spec
+from statistics import median
 from typing import Any, Final, final
 
 import torch
@@ -19,7 +22,7 @@ from spillway.errors import BudgetInfeasible, SpillwayError
 from spillway.ir import Op, verify
 from spillway.ir.timeline import WindowAt
 from spillway.memory.lanes import CopySpan, Stall
-from spillway.methods import Planned, Problem
+from spillway.methods import LRU, ImprovedWindow, Planned, Problem, Window
 from spillway.methods.planned import SelfPlanned
 from spillway.recording.recorder import Recorder
 from spillway.recording.steps import named_tensors
@@ -29,6 +32,12 @@ MOST_RECORDINGS: Final = 3
 """Of steps that are told apart by nothing that is known before they run, unless a plan was followed by"""
 SERVED: Final = 8
 """steps, so that it was worth its recording: then they are counted anew."""
+OFTEN: Final = 16
+"""Steps of one kind that were short of room before one is recorded under `auto`, which nobody told to plan."""
+PLANS: Final = 16
+"""Kinds that have a plan there at most: a plan remembers all of its step."""
+COMPARED: Final = 8
+"""Planned steps after which it is seen whether they are faster than as many before them."""
 _LARGE: Final[Bytes] = 64 * MiB
 """Of a copy whose bytes are nearly all that it takes time for."""
 
@@ -38,11 +47,16 @@ _LARGE: Final[Bytes] = 64 * MiB
 class _Known:
     """What is known about steps of one kind."""
 
-    seen: bool = False
+    seen: int = 0
+    """Steps without a plan, of which one is to be made."""
     recordings: int = 0
     planned: Planned | None = None
     followed: int = 0
     """Steps that were as planned."""
+    before: deque[Seconds] = field(default_factory=lambda: deque(maxlen=COMPARED))
+    """What the latest steps without a plan took."""
+    since: list[Seconds] = field(default_factory=list)
+    """What the first ones took that were as planned."""
     left: bool = False
     """Whether they are left to moving what is stale."""
 
@@ -62,6 +76,12 @@ class StoppedClock:
         self._stood += sum(span.ended - span.began for span in new)
         self._counted = min(self._counted + len(new), len(spans))  # workers may add to them meanwhile
         return now - self._stood
+
+
+def watching() -> SelfPlanned:
+    """What decides under `auto` in steps that are watched op by op: `lru`, and a window's plan for those that come back
+    `OFTEN`, where it proves to be faster. Without SciPy it is the paper's window."""
+    return SelfPlanned(Window() if find_spec("scipy") is None else ImprovedWindow(), LRU())
 
 
 @final
@@ -85,15 +105,19 @@ class PlannedSteps:
         self._open = ExitStack()
 
     def forget(self) -> None:
-        """All plans, between steps: the budget is another. Each kind of step is recorded anew."""
-        self._kinds = {kind: _Known(seen=known.seen) for kind, known in self._kinds.items()}
+        """All plans, between steps: the budget is another. Each kind of step is recorded anew; under `auto` once that
+        is short of room often there too."""
+        asked = self._policy.otherwise is None
+        self._kinds = {kind: _Known(seen=known.seen) for kind, known in self._kinds.items() if asked}
 
-    def begin(self, kind: Hashable, batch: Any) -> None:
-        """Before the engine begins a step of that kind."""
-        self._now = now = self._kinds.setdefault(kind, _Known())
+    def begin(self, kind: Hashable | None, batch: Any) -> None:
+        """Before the engine begins a step of that kind; of None nothing is planned."""
+        self._now = now = _Known(left=True) if kind is None else self._kinds.setdefault(kind, _Known())
         self._policy.planned = now.planned
         self._recorder = None
-        if now.planned is None and now.seen and not now.left and self._engine.budget.limited:
+        wanted = now.seen >= 1 if self._policy.otherwise is None else now.seen >= OFTEN and self._plans < PLANS
+        if wanted and now.planned is None and not now.left and self._engine.budget.limited:
+            self._policy.recorded = True
             named = partial(named_tensors, self._models, self._optimizers, batch)
             # What an op takes is its own, and not what is copied meanwhile.
             self._recorder = Recorder(self._models, named, StoppedClock(lambda: self._engine.log.transfers))
@@ -105,18 +129,27 @@ class PlannedSteps:
         """When the engine has ended it. Calling it again does nothing."""
         self._open.close()
 
-    def conclude(self) -> None:
-        """Of a step that nothing went wrong in: make a plan if it was recorded, and see whether it was as planned."""
+    def conclude(self, seconds: Seconds) -> None:
+        """Of a step that nothing went wrong in, and that took so long: make a plan if it was recorded, and see whether
+        it was as planned."""
         now, recorder, engine, why = self._now, self._recorder, self._engine, ""
-        now.seen, self._recorder = True, None
-        if recorder is not None:
+        counters, self._recorder = engine.controller.counters, None
+        asked = self._policy.otherwise is None
+        if recorder is None and now.planned is None:
+            now.before.append(seconds)
+            now.seen += asked or bool(counters.moves or counters.drops)
+        elif recorder is not None:
             now.recordings += 1
             try:
-                now.planned = self._plan(recorder)
+                now.planned, now.since = self._plan(recorder), []
             except (SpillwayError, ValueError) as error:
                 why = str(error)
         elif now.planned is not None and now.planned.diverged is None and engine.ops == now.planned.ops:
             now.followed += 1
+            if not asked and now.followed <= COMPARED:
+                now.since.append(seconds)
+                if now.followed == COMPARED and median(now.since) > median(now.before):
+                    now.planned, now.left = None, True
         elif now.planned is not None:
             if now.followed >= SERVED:
                 now.recordings = 0
@@ -125,6 +158,7 @@ class PlannedSteps:
                 why = f"after {now.recordings} recordings, steps on inputs of this size are still others."
         if why:
             now.left = True
+        if why and asked:
             warnings.warn(
                 f"{self._policy.name!r} has no plan for steps such as this one, in which the stalest storages are "
                 f"moved instead when room gets short: {why}",
@@ -139,8 +173,12 @@ class PlannedSteps:
             return ()
         return planned.plan.window
 
+    @property
+    def _plans(self) -> int:
+        return sum(known.planned is not None for known in self._kinds.values())
+
     def _let_go(self) -> None:
-        self._engine.recorded = None
+        self._engine.recorded, self._policy.recorded = None, False
 
     def _around(self, recorder: Recorder, inner: Around | None) -> Around:
         present = [(storage, self._engine.left_over(storage)) for storage in self._engine.present()]

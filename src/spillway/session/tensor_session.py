@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import functools
-import operator
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, final
@@ -32,7 +31,7 @@ from spillway.methods.planned import Planned, SelfPlanned
 from spillway.session.abstract_session import AbstractStep, Session, header
 from spillway.session.called import Calls
 from spillway.session.foreseen_steps import ForeseenSteps
-from spillway.session.inputs import leaves, signature_of
+from spillway.session.inputs import circumstances, leaves, signature_of
 from spillway.session.planned_steps import PlannedSteps
 from spillway.units import Bytes, Seconds
 
@@ -41,9 +40,6 @@ if TYPE_CHECKING:
 
 SPARE: Final = 32
 """One part in so many of what a step takes has to be left for it to run unwatched."""
-
-_TRAINING: Final = operator.attrgetter("training")
-_REQUIRES_GRAD: Final = operator.attrgetter("requires_grad")
 
 
 @final
@@ -68,13 +64,13 @@ class TensorSession(Session):
         """Opens another engine, for another budget."""
         self._keep_timeline = keep_timeline
         self._return_freed = return_freed
-        self._fits: dict[tuple[Any, ...], tuple[Bytes, Bytes]] = {}
+        self._fits: dict[Hashable, tuple[Bytes, Bytes]] = {}
         """Of steps that kept everything, resident bytes when they began and from there to the peak. Another like one is
         expected to, not promised: it is watched all the same."""
-        self._unwatched: dict[tuple[Any, ...], tuple[Bytes, Bytes]] = {}
+        self._unwatched: dict[Hashable, tuple[Bytes, Bytes]] = {}
         """Of those that may run unwatched, bytes from when they began to the peak, of what ops take for themselves too,
         and of what they use that they do not make."""
-        self._varying: set[tuple[Any, ...]] = set()
+        self._varying: set[Hashable] = set()
         """Of those that did and took more than the budget: they are watched."""
         self._most_pressure = (False, -1, 0)
         self._told_other = False
@@ -162,13 +158,6 @@ class TensorSession(Session):
                 f"the step."
             )
 
-    def _circumstances(self, signature: str) -> tuple[Any, ...]:
-        """What a step on inputs of that signature depends on besides: what trains, and in which modes."""
-        kind = self._engine.backend.device.type
-        modes = (torch.is_grad_enabled(), torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-        # `map` over getters in C: this is asked before every step, watched or not.
-        return signature, modes, tuple(map(_TRAINING, self._parts)), tuple(map(_REQUIRES_GRAD, self._parameters))
-
     def _state_entries(self) -> int:
         return sum(len(optimizer.state) for optimizer in self._optimizers)
 
@@ -177,16 +166,18 @@ class TensorSession(Session):
         groups = [[p for group in optimizer.param_groups for p in group["params"]] for optimizer in self._optimizers]
         return [sum([parameter._version for parameter in parameters]) for parameters in groups or [self._parameters]]
 
-    def _known_to_fit(self, circumstances: tuple[Any, ...]) -> bool:
+    def _known_to_fit(self, circumstances: Hashable) -> bool:
         """Whether the same step on the same sizes ran before, kept everything, and would again from where memory stands
         now, or stood then: what it found there may come again."""
         controller = self._engine.controller
-        start, growth = self._fits.get(circumstances, (0, controller.budget.allowed + 1))
-        if self._keep_timeline or controller.away or controller.policy.follows:
+        policy, most = controller.policy, controller.budget.allowed
+        start, growth = self._fits.get(circumstances, (0, most + 1))
+        every = policy.follows and not (isinstance(policy, SelfPlanned) and policy.otherwise is not None)
+        if self._keep_timeline or controller.away or every:
             return False
-        return max(self._engine.resident, start) + growth <= controller.budget.allowed
+        return max(self._engine.resident, start) + growth <= most
 
-    def _needs_no_watch(self, circumstances: tuple[Any, ...]) -> bool:
+    def _needs_no_watch(self, circumstances: Hashable) -> bool:
         """Whether the arena alone is to watch over a step that is known to fit. It counts small blocks as malloc gives
         them, so that a little has to be left."""
         engine, meter = self._engine, self._engine.backend.unwatched
@@ -196,7 +187,7 @@ class TensorSession(Session):
         needed = meter.counted(engine.budget.resident) + growth + growth // SPARE + unseen
         return needed <= engine.budget.allowed and not self._grouped
 
-    def _learn_to_fit(self, circumstances: tuple[Any, ...], report: StepReport) -> None:
+    def _learn_to_fit(self, circumstances: Hashable, report: StepReport) -> None:
         """A step kept everything, and was a whole one."""
         growth = report.peak_bytes - report.start_bytes
         self._fits[circumstances] = report.start_bytes, growth
@@ -204,7 +195,7 @@ class TensorSession(Session):
             with_ops = max(report.device_peak_bytes - report.start_bytes, growth)
             self._unwatched[circumstances] = with_ops, self._engine.from_outside
 
-    def _forget_to_fit(self, circumstances: tuple[Any, ...]) -> None:
+    def _forget_to_fit(self, circumstances: Hashable) -> None:
         self._fits.pop(circumstances, None)
         self._unwatched.pop(circumstances, None)
 
@@ -251,7 +242,8 @@ class _Step(AbstractStep):
         session, engine = self._session, self._engine
         session._check_no_nccl()
         self._signature = self._latest = signature_of(self._batch)
-        self._circumstances = session._circumstances(self._signature)
+        device = engine.backend.device
+        self._circumstances = circumstances(self._signature, device, session._parts, session._parameters)
         self._began = time.perf_counter()
         named = functools.partial(session._tensors, self._batch)
         close: Callable[[], None] = engine.close
@@ -269,7 +261,7 @@ class _Step(AbstractStep):
             return
         self._states, self._versions = session._state_entries(), session._versions()
         if session._plans is not None:
-            session._plans.begin(self._circumstances, self._batch)
+            session._plans.begin(None if known_to_fit else self._circumstances, self._batch)
         record = None
         if session._keep_timeline:
             models = session._models
@@ -352,7 +344,7 @@ class _Step(AbstractStep):
         if self._is_whole():  # a first one makes the optimizer's state
             session._say_that_the_plan_is_of_another_step()
         if session._plans is not None:
-            session._plans.conclude()
+            session._plans.conclude(seconds)
 
     @property
     def _window(self) -> tuple[WindowAt, ...]:

@@ -8,6 +8,7 @@ from typing import Any, Final, final
 from spillway.engines.tensors.abstract import AbstractTensorEngine, Around, Known
 from spillway.internals.dispatch_key import Handler, unwatched
 from spillway.memory.following import Following
+from spillway.methods.base import NEVER
 
 BEFORE: Final = 1
 AFTER: Final = 2
@@ -49,6 +50,11 @@ class Followed:
         """After an op."""
         with self._controller.lock, unwatched():  # of what it created, what has died already is not among these
             self._following.after_op(self._engine.newer_than(self.newest))
+
+    @property
+    def asks(self) -> bool:
+        """Whether the policy wants to be asked anything in the step that has begun."""
+        return self._controller.policy.moments() is not NEVER
 
     def hooked(self) -> HookedPlan | None:
         """In the step that has begun; None if everywhere."""

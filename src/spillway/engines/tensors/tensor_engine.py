@@ -608,8 +608,9 @@ class TensorEngine(AbstractTensorEngine):
             self.history = StepHistory(self, record) if record is not None else None
             self.in_step = True
             alone = self.history is None and self.recorded is None
-            hooked = self.following.hooked() if self.following is not None and alone else None
-            self._dispatch.push(self._around(), hooked)
+            asked = self.following if self.following is not None and self.following.asks else None
+            hooked = asked.hooked() if asked is not None and alone else None
+            self._dispatch.push(self._around(asked), hooked)
             self.poll_flights()
         except BaseException:
             with contextlib.suppress(BudgetInfeasible, SpillFullError):
@@ -638,12 +639,12 @@ class TensorEngine(AbstractTensorEngine):
             self._leave_alone_what_others_hold(())
         return meter.held()
 
-    def _around(self) -> Around | None:
-        """What stands around handlers in this step."""
+    def _around(self, asked: Followed | None) -> Around | None:
+        """What stands around handlers in this step; `asked` is who asks the policy."""
         inner: Around | None = self.history.timed if self.history is not None else None
         if self.recorded is not None:
             inner = self.recorded(inner)
-        return inner if self.following is None else self.following.around(inner)
+        return inner if asked is None else asked.around(inner)
 
     def present(self) -> list[Storage]:
         return sorted(self.table.values(), key=self.left_over)

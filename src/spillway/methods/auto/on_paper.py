@@ -85,7 +85,7 @@ class AutoPlanner(AbstractPlanner):
         for planner in self.instead:
             try:
                 made = planner.plan(problem)
-                told = f"planned value by value, by {planner.name}; a session leaves such a step to lru"
+                told = f"planned value by value, by {planner.name}, as a session does where lru proves slower"
                 return replace(made, remark=f"{why}: {told}.")
             except UsageError:  # what it stands on is not installed
                 continue
