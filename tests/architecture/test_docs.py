@@ -146,9 +146,13 @@ def of_papaya(kept: dict[str, Any]) -> list[str]:
 
 
 def of_pays(kept: dict[str, Any]) -> list[str]:
-    (first, last), plain = kept["load"], kept["rows"][0]
-    slow = percent(1 - plain["predicted"] / plain["measured"])
-    return [f"load {first:.0f} and {last:.0f} on two cores", f"was foretold {slow} too slow"]
+    lm, again, trunk, deeper = kept["rows"]
+    slow = percent(1 - lm["predicted"] / lm["measured"])
+    return [
+        f"was foretold {slow} too slow", f"{again['taken'] / lm['fastest']:.2f} times as many",
+        f"{deeper['taken']:.1f} at the batch to take and {deeper['fastest']:.1f} at {deeper['batch']}",
+        f"{deeper['taken'] / trunk['fastest']:.2f} times",
+    ]
 
 
 def of_accuracy(kept: dict[str, Any]) -> list[str]:
