@@ -149,7 +149,8 @@ def of_pays(kept: dict[str, Any]) -> list[str]:
     lm, again, trunk, deeper = kept["rows"]
     slow = percent(1 - lm["predicted"] / lm["measured"])
     return [
-        f"was foretold {slow} too slow", f"{again['taken'] / lm['fastest']:.2f} times as many",
+        f"was foretold {slow} too slow",
+        f"{again['taken'] / lm['fastest']:.2f} times as many",
         f"{deeper['taken']:.1f} at the batch to take and {deeper['fastest']:.1f} at {deeper['batch']}",
         f"{deeper['taken'] / trunk['fastest']:.2f} times",
     ]
