@@ -5,13 +5,15 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import spillway
-from spillway.methods import LRU
+from spillway.errors import BudgetInfeasible
+from spillway.methods import LRU, ImprovedWindow
 from spillway.session import planned_steps
 from spillway.session.block_session import BlockSession
 from spillway.session.planned_steps import PlannedSteps
@@ -119,6 +121,30 @@ def test_a_plan_that_is_no_faster_is_left(monkeypatch: pytest.MonkeyPatch) -> No
     assert known.left
     assert known.planned is None
     assert (known.recordings, known.followed) == (1, COMPARED)
+
+
+@pytest.mark.parametrize("error", [MemoryError(), KeyError(3), BudgetInfeasible], ids=repr)
+def test_where_no_plan_can_be_made_lru_goes_on_without_a_word(error: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    if error is BudgetInfeasible:
+        error = BudgetInfeasible(needed=2, allowed=1, op="an op", op_index=0, smallest_budget=2, exact=True)
+    monkeypatch.setattr(ImprovedWindow, "plan", Mock(side_effect=error))
+    rows, training = [LARGE] * 8, Training()
+    plain = trained(Training(), rows, None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with managed(training, BUDGET) as memory:
+            assert trained(training, rows, memory) == plain
+    (known,) = [one for one in plans_of(memory)._kinds.values() if one.seen >= OFTEN]
+    assert (known.left, known.recordings, known.planned) == (True, 1, None)
+
+
+def test_kinds_that_come_once_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planned_steps, "REMEMBERED", 4)
+    training = Chain()
+    with managed(training, flat_budget()) as memory:
+        trained(training, [*[128] * 8, *range(96, 112)], memory)
+    assert followed(memory) > 0
+    assert len(plans_of(memory)._kinds) <= 6
 
 
 @pytest.fixture

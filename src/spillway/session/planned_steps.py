@@ -36,6 +36,8 @@ OFTEN: Final = 16
 """Steps of one kind that were short of room before one is recorded under `auto`, which nobody told to plan."""
 PLANS: Final = 16
 """Kinds that have a plan there at most: a plan remembers all of its step."""
+REMEMBERED: Final = 4096
+"""Kinds of which anything is known at most; beyond, those without a plan are forgotten."""
 COMPARED: Final = 8
 """Planned steps after which it is seen whether they are faster than as many before them."""
 _LARGE: Final[Bytes] = 64 * MiB
@@ -112,11 +114,12 @@ class PlannedSteps:
 
     def begin(self, kind: Hashable | None, batch: Any) -> None:
         """Before the engine begins a step of that kind; of None nothing is planned."""
+        if len(self._kinds) > REMEMBERED:
+            self._kinds = {kind: known for kind, known in self._kinds.items() if known.planned is not None}
         self._now = now = _Known(left=True) if kind is None else self._kinds.setdefault(kind, _Known())
         self._policy.planned = now.planned
         self._recorder = None
-        wanted = now.seen >= 1 if self._policy.otherwise is None else now.seen >= OFTEN and self._plans < PLANS
-        if wanted and now.planned is None and not now.left and self._engine.budget.limited:
+        if now.planned is None and not now.left and self._engine.budget.limited and self._wanted(now):
             self._policy.recorded = True
             named = partial(named_tensors, self._models, self._optimizers, batch)
             # What an op takes is its own, and not what is copied meanwhile.
@@ -142,8 +145,10 @@ class PlannedSteps:
             now.recordings += 1
             try:
                 now.planned, now.since = self._plan(recorder), []
-            except (SpillwayError, ValueError) as error:
-                why = str(error)
+            except Exception as error:  # where nobody asked for a plan nothing that planning raises is the user's
+                if asked and not isinstance(error, SpillwayError | ValueError):
+                    raise
+                why = str(error) or repr(error)
         elif now.planned is not None and now.planned.diverged is None and engine.ops == now.planned.ops:
             now.followed += 1
             if not asked and now.followed <= COMPARED:
@@ -173,9 +178,11 @@ class PlannedSteps:
             return ()
         return planned.plan.window
 
-    @property
-    def _plans(self) -> int:
-        return sum(known.planned is not None for known in self._kinds.values())
+    def _wanted(self, now: _Known) -> bool:
+        """Whether there were steps enough to record one."""
+        if self._policy.otherwise is None:
+            return now.seen > 0
+        return now.seen >= OFTEN and sum(known.planned is not None for known in self._kinds.values()) < PLANS
 
     def _let_go(self) -> None:
         self._engine.recorded, self._policy.recorded = None, False
