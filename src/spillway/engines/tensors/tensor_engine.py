@@ -608,9 +608,9 @@ class TensorEngine(AbstractTensorEngine):
             self.history = StepHistory(self, record) if record is not None else None
             self.in_step = True
             alone = self.history is None and self.recorded is None
-            asked = self.following if self.following is not None and self.following.asks else None
+            asked = self._asked
             hooked = asked.hooked() if asked is not None and alone else None
-            self._dispatch.push(self._around(asked), hooked)
+            self._dispatch.push(self._around(), hooked)
             self.poll_flights()
         except BaseException:
             with contextlib.suppress(BudgetInfeasible, SpillFullError):
@@ -639,11 +639,17 @@ class TensorEngine(AbstractTensorEngine):
             self._leave_alone_what_others_hold(())
         return meter.held()
 
-    def _around(self, asked: Followed | None) -> Around | None:
-        """What stands around handlers in this step; `asked` is who asks the policy."""
+    @property
+    def _asked(self) -> Followed | None:
+        """Who asks the policy around the ops of this step, if it wants to be asked anything."""
+        return self.following if self.following is not None and self.following.asks else None
+
+    def _around(self) -> Around | None:
+        """What stands around handlers in this step."""
         inner: Around | None = self.history.timed if self.history is not None else None
         if self.recorded is not None:
             inner = self.recorded(inner)
+        asked = self._asked
         return inner if asked is None else asked.around(inner)
 
     def present(self) -> list[Storage]:
