@@ -56,15 +56,15 @@ POLICIES: dict[str, Callable[[], AbstractPolicy]] = {
 }
 
 
-def _planning(name: str) -> AbstractPolicy:
+def _planning(name: str, otherwise: AbstractPolicy | None = None) -> AbstractPolicy:
     planner = METHODS[name].on_paper()
     assert isinstance(planner, AbstractPlanner)
-    return SelfPlanned(planner)
+    return SelfPlanned(planner, otherwise)
 
 
 PLANNERS: dict[str, Callable[[], AbstractPolicy]] = {
     name: partial(_planning, name) for name in ("window", "window-published", "lms", "sqrt-n", "swap", "swap-prefetch")
-}
+} | {"auto": lambda: _planning("window-improved", LRU())}
 """What a session makes of these planners: steps are recorded, planned and followed."""
 
 

@@ -228,13 +228,15 @@ class SelfPlanned(AbstractPolicy):
         planner: What a session shows the steps that it has recorded. Its name is the name of this.
         otherwise: What decides in steps that are neither planned nor recorded, and lends this its name: the planner is
             asked only about steps that have come back often. None to plan as soon as may be, and to move until then.
+        often: After how many steps of a kind one is recorded.
     """
 
     follows = True
 
-    def __init__(self, planner: AbstractPlanner, otherwise: AbstractPolicy | None = None) -> None:
+    def __init__(self, planner: AbstractPlanner, otherwise: AbstractPolicy | None = None, *, often: int = 1) -> None:
         self.planner = planner
         self.otherwise = otherwise
+        self.often = often
         decides = otherwise or planner
         self.name = decides.name
         self.uses_recipes = planner.uses_recipes or decides.uses_recipes

@@ -83,7 +83,7 @@ class StoppedClock:
 def watching() -> SelfPlanned:
     """What decides under `auto` in steps that are watched op by op: `lru`, and a window's plan for those that come back
     `OFTEN`, where it proves to be faster. Without SciPy it is the paper's window."""
-    return SelfPlanned(Window() if find_spec("scipy") is None else ImprovedWindow(), LRU())
+    return SelfPlanned(Window() if find_spec("scipy") is None else ImprovedWindow(), LRU(), often=OFTEN)
 
 
 @final
@@ -180,9 +180,8 @@ class PlannedSteps:
 
     def _wanted(self, now: _Known) -> bool:
         """Whether there were steps enough to record one."""
-        if self._policy.otherwise is None:
-            return now.seen > 0
-        return now.seen >= OFTEN and sum(known.planned is not None for known in self._kinds.values()) < PLANS
+        planned = sum(known.planned is not None for known in self._kinds.values())
+        return now.seen >= self._policy.often and (self._policy.otherwise is None or planned < PLANS)
 
     def _let_go(self) -> None:
         self._engine.recorded, self._policy.recorded = None, False
