@@ -10,7 +10,8 @@ from __future__ import annotations
 import statistics
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Final
 
@@ -72,44 +73,65 @@ class Measured:
     """Of a plain step, the median."""
     seconds: Seconds
     """Of a managed one."""
-    last: spillway.StepReport
-    """Of the last step."""
+    extra: Seconds
+    """Of a managed one beside the plain one that followed it, the median."""
+    stall: Seconds
+    moves: int
+    drops: int
+    returns: int
+    """Medians of all steps: seconds decide, and they differ from step to step."""
+    peak: Bytes
+    """The highest."""
     timeline: Timeline
     """Of the last step."""
     copies: Sequence[Span]
     """Of all steps."""
 
 
-def measured(
-    workload: tuple[str, dict[str, Any]], allowed: Bytes, method: AbstractPolicy, steps: int
-) -> Measured:  # fmt: skip
+def measured(workload: tuple[str, dict[str, Any]], allowed: Bytes, method: str, steps: int) -> Measured:
     """Plain steps of one copy of the workload and managed steps of another take turns, so that both see the same
-    machine."""
+    machine. What is decided is told by steps that keep a timeline, which takes seconds that are not the method's."""
     plain, managed = build(*workload), build(*workload)
     batch = next(iter(plain.batches(1)))
     for one in (plain, managed):
         one.train_step(batch)
     times: tuple[list[float], list[float]] = ([], [])
-    copies: list[Span] = []
-    spill, report = spillway.SpillOptions(return_freed=False), spillway.ReportOptions(timeline=True)
-    with spillway.manage(
-        managed.model, managed.optimizers, budget=allowed, method=method, spill=spill, report=report
-    ) as memory:
-        assert isinstance(memory, TensorSession)
+    with _session(managed, allowed, method, timeline=False) as memory:
         for number in range(WARM + steps):
-            memory._most_pressure = (False, -1, 0)  # so that this step's timeline is kept
             with memory.step(batch):
                 managed.train_step(batch)
             beside = _seconds(plain, batch)
             if number >= WARM:
                 times[0].append(beside)
                 times[1].append(memory.history[-1].seconds)
-            copies += [span for span in _kept(memory).spans if span.lane in (Lane.COPY_OUT, Lane.COPY_IN)]
-        last, timeline = memory.history[-1], _kept(memory)
+    timelines: list[Timeline] = []
+    with _session(managed, allowed, method, timeline=True) as memory:
+        for _ in range(WARM + steps):
+            memory._most_pressure = (False, -1, 0)  # so that this step's timeline is kept
+            with memory.step(batch):
+                managed.train_step(batch)
+            timelines.append(_kept(memory))
+        counted = memory.history[-steps:]
     return Measured(
-        plain=statistics.median(times[0]), seconds=statistics.median(times[1]), last=last, timeline=timeline,
-        copies=copies,
+        plain=statistics.median(times[0]), seconds=statistics.median(times[1]),
+        extra=statistics.median(managed - plain for plain, managed in zip(*times, strict=True)),
+        stall=statistics.median(step.stall_seconds for step in counted),
+        moves=statistics.median_low(step.moves for step in counted),
+        drops=statistics.median_low(step.drops for step in counted),
+        returns=statistics.median_low(map(returns, timelines[-steps:])),
+        peak=max(step.peak_bytes for step in counted), timeline=timelines[-1],
+        copies=[span for one in timelines for span in one.spans if span.lane in (Lane.COPY_OUT, Lane.COPY_IN)],
     )  # fmt: skip
+
+
+@contextmanager
+def _session(managed: Workload, allowed: Bytes, method: str, *, timeline: bool) -> Iterator[TensorSession]:
+    spill, report = spillway.SpillOptions(return_freed=False), spillway.ReportOptions(timeline=timeline)
+    with spillway.manage(
+        managed.model, managed.optimizers, budget=allowed, method=_policy(method), spill=spill, report=report
+    ) as memory:
+        assert isinstance(memory, TensorSession)
+        yield memory
 
 
 def _kept(memory: spillway.Session) -> Timeline:
@@ -119,7 +141,8 @@ def _kept(memory: spillway.Session) -> Timeline:
 
 
 def link_of(copies: Sequence[Span], device: Device) -> Device:
-    """The device with copies as these were: the same begin for both ways and a rate for each, by least squares."""
+    """The device with copies as these were: the same begin for both ways and a rate for each, by least squares. Compute
+    waits for a copy no shorter than the device says: that it is woken up is no part of the copy."""
     terms = np.array([[1.0, out * span.nbytes, (1 - out) * span.nbytes]
                       for span in copies for out in (float(span.lane is Lane.COPY_OUT),)])  # fmt: skip
     seconds = np.array([span.seconds for span in copies])
@@ -132,7 +155,12 @@ def link_of(copies: Sequence[Span], device: Device) -> Device:
             some = [span for span in copies if span.lane is lane] or list(copies)
             rates.append(sum(span.seconds for span in some) / sum(span.nbytes for span in some))
         begin, (out, back) = 0.0, rates
-    return replace(device, copy_seconds=float(begin), out_per_second=1 / float(out), in_per_second=1 / float(back))
+    return replace(
+        device,
+        copy_seconds=max(float(begin), device.copy_seconds),
+        out_per_second=1 / float(out),
+        in_per_second=1 / float(back),
+    )
 
 
 def decisions(timeline: Timeline) -> Counter[tuple[str, int]]:
@@ -196,14 +224,14 @@ def _row(
     workload: tuple[str, dict[str, Any]], recorded: Recorded, share: float, method: str, device: Device, steps: int
 ) -> Row:
     allowed = int(recorded.step.plain_peak() * share)
-    real = measured(workload, allowed, _policy(method), steps)
+    real = measured(workload, allowed, method, steps)
 
     def on_paper(machine: Device) -> Simulation:
         return simulate(recorded.step, allowed=allowed, method=_policy(method), device=machine, steps=WARM + steps)
 
     session, alone = link_of(real.copies, device), on_paper(device)
     ran = on_paper(session)
-    overhead, extra = real.seconds / real.plain, real.seconds - real.plain
+    overhead, extra = real.seconds / real.plain, real.extra
     ours, theirs = decisions(ran.timeline), decisions(real.timeline)
     bytes_moved = sum(span.nbytes for span in real.copies)
     lone = sum(
@@ -216,13 +244,13 @@ def _row(
         "extra": extra, "simulated_extra": ran.seconds - ran.plain_seconds,
         "of_extra": (ran.seconds - ran.plain_seconds) / max(extra, LEAST_EXTRA),
         "plain_seconds": real.plain, "ops_seconds": ran.plain_seconds,
-        "stall": real.last.stall_seconds, "simulated_stall": ran.stall_seconds,
-        "moves": real.last.moves, "simulated_moves": ran.moves, "alone_moves": alone.moves,
-        "drops": real.last.drops, "simulated_drops": ran.drops, "alone_drops": alone.drops,
-        "returns": returns(real.timeline), "simulated_returns": returns(ran.timeline),
+        "stall": real.stall, "simulated_stall": ran.stall_seconds,
+        "moves": real.moves, "simulated_moves": ran.moves, "alone_moves": alone.moves,
+        "drops": real.drops, "simulated_drops": ran.drops, "alone_drops": alone.drops,
+        "returns": real.returns, "simulated_returns": returns(ran.timeline),
         "same": 2 * (ours & theirs).total() / ((ours.total() + theirs.total()) or 1),
         "link": sum(span.seconds for span in real.copies) / lone if lone else 1.0, "bytes_moved": bytes_moved,
-        "peak": real.last.peak_bytes, "simulated_peak": ran.peak_bytes, "status": ran.status,
+        "peak": real.peak, "simulated_peak": ran.peak_bytes, "status": ran.status,
     }  # fmt: skip
     return {**row, "cause": cause(row)}
 
@@ -269,7 +297,9 @@ NOTES: Final = (
     "Freed memory is kept: returning it to the system makes page faults, which the machine on paper does not know.",
     "Simulated: by copies that take what the session's took. By copies alone: as the machine was measured, idle. Ops "
     "take what they were recorded to take, each the median of some steps.",
-    "Same decisions: of what left and came back in the last step, the share that both have, by storage and way.",
+    "Moves, drops and returns: medians of all steps. Same decisions: of what left and came back in the last step, the "
+    "share that both have, by storage and way.",
+    "Seconds and counts are of different steps of one training: a timeline takes seconds that are not the method's.",
 )
 
 BENCHMARK: Final = Benchmark(
@@ -283,7 +313,7 @@ BENCHMARK: Final = Benchmark(
             ("deep-narrow", {"layers": 100}),
         ),
         shares=(0.8, 0.6, 0.5),
-        steps=9,
+        steps=25,
     ),
     quick=Size(
         workloads=(("deep-narrow", {"layers": 6, "batch": 64}),), shares=(0.6,), steps=1, measures_machine=False

@@ -158,15 +158,16 @@ def test_what_is_measured_here_is_a_device_with_everything(monkeypatch: pytest.M
 def test_what_watching_costs_is_told_apart_from_copies_and_recomputing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Python takes 3 ms an op and 1 more for every root, 10 ms a storage, 2 ms a question, 4 ms a copy beside ops."""
-    roots = {16: 10.0, 256: 20.0, 1024: 40.0, 4096: 80.0}  # the square roots of the seconds of 100 ops, added up
+    """Python takes 3 ms an op, 10 ms a storage, 2 ms a question, 4 ms a copy beside ops, and longer after long ops."""
+    roots = {shape: 0.001 * 2**number for number, shape in enumerate(watching._SHAPES)}  # of the seconds of an op
 
     def steps(trainer: Any) -> Iterator[watching._Step]:
         pressed, follows = trainer.allowed < MiB, trainer.policy is None
         foresees = not follows and trainer.policy.foresees
         handled, questions = 8 * pressed, (50 if foresees else 3) * pressed
         early = (6 * follows + 2 * foresees) * pressed
-        python = 0.3 + 1e-3 * roots[trainer.shape.rows] + 10e-3 * handled + 2e-3 * questions + 4e-3 * early
+        python = 0.3 + 10e-3 * handled + 2e-3 * questions + 4e-3 * early
+        python *= 1 + watching.COLD_ROOT * roots[trainer.shape]
         yield watching._Step(
             plain=1.0, seconds=1.0 + 0.6 + 0.1 + python, stalled=0.6, recomputing=0.1, ops=100, copies=4,
             handled=handled, questions=questions, early=early, bytes_out=MiB, bytes_in=MiB,
@@ -181,11 +182,11 @@ def test_what_watching_costs_is_told_apart_from_copies_and_recomputing(
         "following",
         lambda shape, allowed, directory: watching._Trainer(shape, None, allowed, directory),
     )
-    monkeypatch.setattr(watching._Trainer, "op_seconds", lambda trainer: [(roots[trainer.shape.rows] / 100) ** 2] * 100)
+    monkeypatch.setattr(watching._Trainer, "op_seconds", lambda trainer: [roots[trainer.shape] ** 2] * 100)
     monkeypatch.setattr(watching._Trainer, "peak", lambda trainer: MiB + 1)
     monkeypatch.setattr(watching._Trainer, "steps", steps)
     found = watching.measure_watching(tmp_path, Speed(out=10 * MiB, back=5 * MiB))
-    assert found == pytest.approx((3e-3, 1e-3, 10e-3, 2e-3, 4e-3, (0.6 - 0.1 - 0.2) / 4))
+    assert found == pytest.approx((3e-3, 10e-3, 2e-3, 4e-3, (0.6 - 0.1 - 0.2) / 4))
 
 
 @pytest.mark.parametrize(
@@ -209,13 +210,16 @@ def test_the_costs_of_things_are_told_apart_and_none_is_below_0(
 @pytest.mark.long
 def test_a_small_model_is_watched_and_pressed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(watching, "_ROUNDS", 1)
-    shape = watching._PRESSED[-1]
+    shape = watching._Shape(16, rows=256)
     trainer = watching._Trainer(shape, LRU(), UNLIMITED, tmp_path)
     peak, seconds = trainer.peak(), trainer.op_seconds()
     (watched,) = watching._Trainer(shape, LRU(), peak - 1, tmp_path).steps()
     (pressed,) = watching._Trainer(shape, LRU(), peak // 2, tmp_path).steps()
     (asking,) = watching._Trainer(shape, Delta(), peak // 2, tmp_path).steps()
     (planned,) = watching._Trainer.following(shape, peak // 4, tmp_path).steps()
+    picture = watching._Shape(2, rows=4, channels=8)
+    (convolved,) = watching._Trainer(picture, LRU(), UNLIMITED, tmp_path).steps()
+    assert convolved.ops > 50
     (empty,) = watching._Trainer.following(shape, peak, tmp_path).steps()
     assert watched.ops == pressed.ops == planned.ops == empty.ops == len(seconds) > 500
     assert pressed.early == 0 < asking.early < planned.early

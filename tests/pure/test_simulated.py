@@ -114,12 +114,16 @@ def test_a_copy_beside_ops_costs_more_of_python() -> None:
     assert asked.python_seconds == 0
 
 
-def test_a_long_op_costs_more_of_python_than_a_short_one() -> None:
-    """`watch_root` times the square root of its seconds."""
+def test_python_takes_longer_around_a_long_op_than_around_a_short_one() -> None:
+    """`cold_root` times the square root of its seconds, of all that is done around it."""
     roots = sum(sqrt(op.seconds or 0.0) for op in DEEP.ops)
-    device = replace(DEVICE, watch_root=0.5)
+    device = replace(DEVICE, watch_seconds=1e-4, cold_root=500.0)
     ran = simulate(DEEP, allowed=PEAK - LAYER, method=KeepAll(), device=device, steps=1)
-    assert ran.python_seconds == pytest.approx(0.5 * roots)
+    assert ran.python_seconds == pytest.approx(1e-4 * (len(DEEP.ops) + 500 * roots))
+    handling = replace(DEVICE, handling_seconds=1e-3)
+    quick = simulate(DEEP, allowed=PEAK // 2, method=LRU(), device=handling)
+    cold = simulate(DEEP, allowed=PEAK // 2, method=LRU(), device=replace(handling, cold_root=500.0))
+    assert cold.python_seconds > 1.1 * quick.python_seconds > 0
 
 
 def test_the_disk_is_a_lane_of_its_own_and_as_slow_as_the_device_says() -> None:

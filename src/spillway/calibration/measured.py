@@ -22,7 +22,7 @@ from typing import Any, Final
 
 import torch
 
-from spillway.calibration.watching import measure_watching
+from spillway.calibration.watching import COLD_ROOT, measure_watching
 from spillway.costs.device import HERE, Device
 from spillway.costs.device_files import read_device, write_device
 from spillway.errors import FileFormatError
@@ -116,8 +116,8 @@ def _cpu(directory: Path) -> Device:
         out_per_second=link.out, in_per_second=link.back,
         disk_out_per_second=disk.out, disk_in_per_second=disk.back,
         op_seconds=_launch("cpu"), copy_seconds=max(_page_copy(directory), watching.copy),
-        watch_seconds=watching.op, watch_root=watching.root, handling_seconds=watching.storage,
-        question_seconds=watching.question, beside_seconds=watching.beside,
+        watch_seconds=watching.op, handling_seconds=watching.storage, question_seconds=watching.question,
+        beside_seconds=watching.beside, cold_root=COLD_ROOT,
         duplex=False,  # both ways are the same memory, and the same disk
         overlaps=len(os.sched_getaffinity(0)) > threads,  # as the tensor engine has it for buffered copies
         source=f"measured: {_processor()}, torch {torch.__version__}, {threads} thread{'s' * (threads > 1)}; link: the "

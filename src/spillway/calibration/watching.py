@@ -1,13 +1,15 @@
 """What a session on the CPU costs besides copies: for every op that it watches, every storage that it handles and
 every question that its method asks.
 
-A small model is trained, each step beside a plain one: just below its peak, where next to nothing has to leave, with
-batches of several sizes; at half of that, there also by a method that asks much; and by plans, one of which lets
-nothing leave and one of which keeps a quarter.
+A small model is trained with batches of several sizes, each step beside a plain one: just below its peak, where next to
+nothing has to leave; at less than that, by methods that ask little and much; and by a plan. One law of all these steps
+is fitted at once.
 
 NOTE [Cold caches]. The longer an op ran, the more of the engine's own Python and of its records it pushed out of the
-processor's caches, and the longer takes what the engine does around it: about 10 us after an op of no length, 25 after
-one of 50 us, 80 after one of a millisecond. Over that range it grows as the square root of the op's seconds.
+processor's caches, and the longer takes all that is done around it, as the square root of the op's seconds. By how much
+cannot be told in seconds: steps of some milliseconds say anything from nothing to twice as long. Timed by itself, what
+DELTA does ahead of ops takes 1.2 times as long among ops of 25 us (a deep narrow network) as among shorter ones, 1.5
+times among those of 110 us (a language model) and 1.9 times among those of 480 us (a ResNet).
 
 NOTE [Copies beside ops]. Threads that copy need Python's lock before and after each copy. A short op ends while one of
 them has it, and compute waits until the system has woken it up again; a long one does not notice.
@@ -38,31 +40,42 @@ from spillway.tiers.speed import Speed
 from spillway.units import Bytes, Seconds
 
 _WIDTH: Final = 256
+_SIDE: Final = 16
+"""Of a picture."""
 _WARM: Final = 2
-_ROUNDS: Final = 11
+_ROUNDS: Final = 8
 _TIMED: Final = 3
 """Steps whose ops are timed."""
-_PART: Final = 4
+_PART: Final = 2
 """Of the peak, what a plan keeps."""
+_NOISE: Final = 0.01
+"""Of a plain step, by how much two medians differ by chance."""
+COLD_ROOT: Final = 75.0
+"""By what share Python takes longer, over the square root of an op's seconds (NOTE [Cold caches])."""
 
 
 class _Shape(NamedTuple):
-    """Of the model and its batch; an activation has a KiB for every row."""
+    """Of the model and its batch."""
 
     layers: int
     rows: int
+    channels: int = 0
+    """Of convolutions, which leave the processor's caches colder; 0 for products of matrices."""
 
 
-_PRESSED: Final = (_Shape(layers=16, rows=16), _Shape(layers=16, rows=256))
-_WATCHED: Final = (*_PRESSED, _Shape(layers=8, rows=1024), _Shape(layers=4, rows=4096))
+_SHAPES: Final = (
+    _Shape(16, rows=16), _Shape(16, rows=256), _Shape(8, rows=1024), _Shape(8, rows=16, channels=64),
+    _Shape(4, rows=64, channels=64),
+)  # fmt: skip
+_SHARES: Final = (0.75, 0.5)
+"""Of the peak, budgets under which much has to leave."""
 
 
 class Watching(NamedTuple):
     """What compute waits for Python."""
 
     op: Seconds
-    root: float
-    """For every op besides, times the square root of its own seconds (NOTE [Cold caches])."""
+    """For every op."""
     storage: Seconds
     """For every storage that leaves or comes back, and every op that runs again."""
     question: Seconds
@@ -78,34 +91,23 @@ def measure_watching(directory: Path, link: Speed) -> Watching:
 
     Raises SpillError as a session does.
     """
-    roots, peaks, watched = dict[_Shape, float](), dict[_Shape, Bytes](), dict[_Shape, _Step]()
-    for shape in _WATCHED:
-        trainer = _Trainer(shape, LRU(), UNLIMITED, directory)
-        roots[shape] = sum(map(sqrt, trainer.op_seconds()))
-        peaks[shape] = trainer.peak()
-        watched[shape] = _median(_Trainer(shape, LRU(), peaks[shape] - 1, directory).steps())
-    op, root = _law([((step.ops, roots[shape]), step.python, step.python) for shape, step in watched.items()])
     samples, waited, copies = list[_Sample](), 0.0, 0
-
-    def add(shape: _Shape, step: _Step) -> None:
-        """What is not said by the law of ops."""
-        rest = step.python - op * step.ops - root * roots[shape]
-        samples.append(((step.handled, step.questions, step.early), rest, step.python))
-
-    for shape in _PRESSED:
-        for policy in (LRU(), Delta()):
-            step = _median(_Trainer(shape, policy, peaks[shape] // 2, directory).steps())
-            add(shape, step)
-            if not policy.foresees:
-                waited += step.stalled - step.bytes_out / link.out - step.bytes_in / link.back
-                copies += step.copies
-    for shape in _WATCHED:
-        for allowed in (peaks[shape], peaks[shape] // _PART):
-            add(shape, _median(_Trainer.following(shape, allowed, directory).steps()))
-    storage, question, beside = _law(samples)
-    return Watching(
-        op=op, root=root, storage=storage, question=question, beside=beside, copy=max(waited / max(copies, 1), 0.0)
-    )
+    for shape in _SHAPES:
+        trainer = _Trainer(shape, LRU(), UNLIMITED, directory)
+        root, peak = sum(map(sqrt, trainer.op_seconds())), trainer.peak()
+        steps = [_median(_Trainer(shape, LRU(), peak - 1, directory).steps())]
+        steps.append(_median(_Trainer.following(shape, peak // _PART, directory).steps()))
+        for share in _SHARES:
+            steps.append(_median(_Trainer(shape, Delta(), int(share * peak), directory).steps()))
+            steps.append(_median(_Trainer(shape, LRU(), int(share * peak), directory).steps()))
+            waited += steps[-1].stalled - steps[-1].bytes_out / link.out - steps[-1].bytes_in / link.back
+            copies += steps[-1].copies
+        for step in steps:
+            cold = 1 + COLD_ROOT * root / step.ops
+            counts = (step.ops, step.handled, step.questions, step.early)
+            samples.append(([cold * count for count in counts], step.python, step.python + _NOISE * step.plain))
+    op, storage, question, beside = _law(samples)
+    return Watching(op, storage, question, beside, copy=max(waited / max(copies, 1), 0.0))
 
 
 _Sample = tuple[Sequence[float], Seconds, Seconds]
@@ -170,9 +172,9 @@ class _Trainer:
         self._directory = directory
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            self._models = [_model(shape.layers), _model(shape.layers)]
+            self._models = [_model(shape), _model(shape)]
             self._optimizers = [torch.optim.AdamW(model.parameters()) for model in self._models]
-            self._batch = torch.randn(shape.rows, _WIDTH)
+            self._batch = torch.randn(shape.rows, *((shape.channels, _SIDE, _SIDE) if shape.channels else (_WIDTH,)))
 
     @classmethod
     def following(cls, shape: _Shape, allowed: Bytes, directory: Path) -> Self:
@@ -241,6 +243,12 @@ class _Trainer:
         self._optimizers[which].zero_grad()
 
 
-def _model(layers: int) -> torch.nn.Module:
-    built = [(torch.nn.Linear(_WIDTH, _WIDTH), torch.nn.GELU(), torch.nn.LayerNorm(_WIDTH)) for _ in range(layers)]
-    return torch.nn.Sequential(*(module for layer in built for module in layer))
+def _model(shape: _Shape) -> torch.nn.Module:
+    nn, channels = torch.nn, shape.channels
+    built: list[torch.nn.Module] = []
+    for _ in range(shape.layers):
+        if channels:
+            built += [nn.Conv2d(channels, channels, 3, padding=1), nn.BatchNorm2d(channels), nn.ReLU()]
+        else:
+            built += [nn.Linear(_WIDTH, _WIDTH), nn.GELU(), nn.LayerNorm(_WIDTH)]
+    return nn.Sequential(*built)

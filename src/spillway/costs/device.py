@@ -26,8 +26,8 @@ _RATES: Final = (
     "disk_in_per_second",
 )  # fmt: skip
 _TIMES: Final = (
-    "op_seconds", "copy_seconds", "watch_seconds", "watch_root", "handling_seconds", "question_seconds",
-    "beside_seconds", "host_seconds",
+    "op_seconds", "copy_seconds", "watch_seconds", "handling_seconds", "question_seconds", "beside_seconds",
+    "cold_root", "host_seconds",
 )  # fmt: skip
 
 
@@ -63,14 +63,15 @@ class Device:
     """Whether copies have a processor or a link of their own, and so run beside ops."""
     watch_seconds: Seconds = 0.0
     """What compute waits for each op while Spillway watches it; 0 where Python runs ahead of the device."""
-    watch_root: float = 0.0
-    """What it waits besides, times the square root of the op's own seconds: long ops leave Python's caches cold."""
     handling_seconds: Seconds = 0.0
     """What compute waits besides its copy whenever a storage leaves or comes back; 0 likewise."""
     question_seconds: Seconds = 0.0
     """What compute waits for every question that a method asks about a storage; 0 likewise."""
     beside_seconds: Seconds = 0.0
     """What compute waits besides for every copy that begins while ops run: who copies needs Python too; 0 likewise."""
+    cold_root: float = 0.0
+    """By what share these four take longer, over the square root of the op's own seconds: long ops leave Python's
+    caches cold."""
     half_flops_per_second: float | None = None
     """Of products and convolutions of 16-bit numbers; None if they are no faster than those of 32."""
     multiprocessors: int = 0

@@ -14,7 +14,7 @@ from spillway.ir.sealed import replace_file
 from spillway.units import Bytes, MiB
 
 FORMAT: Final = "spillway device"
-VERSION: Final = 5
+VERSION: Final = 6
 MOST: Final[Bytes] = MiB
 """What is read of a file."""
 

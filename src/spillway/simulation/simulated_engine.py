@@ -372,8 +372,8 @@ class _Run:
         events = counters.drops + counters.moves + counters.reloads + counters.recomputed_ops
         handled = device.handling_seconds * events + device.question_seconds * counters.questions
         handled += device.beside_seconds * counters.early
-        around = 0.0 if op is None else device.watch_seconds + device.watch_root * sqrt(op.seconds or 0.0)
-        seconds = around + handled - self._handled
+        around, length = (0.0, 0.0) if op is None else (device.watch_seconds, op.seconds or 0.0)
+        seconds = (around + handled - self._handled) * (1 + device.cold_root * sqrt(length))
         self._machine.work(seconds)
         self._handled, self._python = handled, self._python + seconds
 
