@@ -137,7 +137,7 @@ class AbstractStep(ABC):
         finally:
             if self._session._running is self:
                 self._session._running = None
-                self._session._updates.step_ended()
+                self._session._updates.stepping = None  # updates are outside again
 
     def give_back(self) -> None:
         """The same, and signals wait no longer."""
@@ -350,11 +350,6 @@ class Session(ABC):
             self._given_up = isinstance(error, Exception)  # all that can be given back has been
             raise
         self._deliver()
-
-    @property
-    def _idle(self) -> bool:
-        """Whether a step could begin."""
-        return self._running is None and not self._closed
 
     def _leave_to(self, other: Session) -> None:
         """Close, and have another session go on with what is reported, which writes where this one did."""
@@ -586,8 +581,6 @@ class Session(ABC):
 
     def _finish(self, report: StepReport) -> None:
         self.history.append(report)
-        if self._live is None and self._writer is None:
-            return
         with contextlib.ExitStack() as stack:
             if self._live is not None:
                 stack.callback(self._live.update, report)

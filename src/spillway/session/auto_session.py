@@ -87,7 +87,7 @@ class AutoSession:
     def _for(self, batch: Any) -> Session:
         """The session that is to run a step on this batch."""
         now = self._now
-        if isinstance(now, BlockSession) and now._idle:
+        if isinstance(now, BlockSession) and now._running is None and not now._closed:
             self._unsized = 0 if now.tells_size(batch) else self._unsized + 1
             if now.blockless or self._unsized > UNSIZED:
                 if not now.blockless:

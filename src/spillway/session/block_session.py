@@ -131,14 +131,6 @@ class _Family:
         """Whether a step like this one was measured that began in this way."""
         return any(one.startswith(path) for one in self.traced.get(key, ()))
 
-    def allows(self, dimensions: Shape, free: Bytes) -> bool:
-        """Whether what was measured says that a step of this size will fit, if it grows with the square of the size."""
-        return _say_that_it_fits(self.rises, dimensions, free)
-
-    def allows_all(self, dimensions: Shape, free: Bytes) -> bool:
-        """The same of a step in which every block holds what it is to hold."""
-        return _say_that_it_fits(self.unhindered, dimensions, free)
-
     def holds(self, dimensions: Shape, forwards: int, free: Bytes) -> bool:
         """Whether recomputing every block was enough in a step with so many forwards, above what is there at first."""
         most, rise = self.tried.get(dimensions, (0, 0))
@@ -304,11 +296,6 @@ class BlockSession(Session):
         if self._paging is not None:
             self._paging.forget_all()
         self._open_or_find()
-
-    @property
-    def _rebuilt(self) -> bool:
-        """Whether the model consists of other modules than when the step began."""
-        return self._parts != tuple(modules_of(self._models))
 
     @functools.cached_property
     def _under_way(self) -> Bytes:
@@ -790,12 +777,9 @@ class _Step(AbstractStep):
         self._until = watch.peak if watch is not None else 0
         return True
 
-    def _named_now(self) -> Bytes:
-        return self._session._named_bytes(self._batch)
-
     @property
     def rebuilt(self) -> bool:
-        return self._session._rebuilt
+        return self._session._parts != tuple(modules_of(self._session._models))
 
     def failed(self) -> None:
         """The user's own code has: whether recomputing is enough is left to the next step to show."""
@@ -820,7 +804,7 @@ class _Step(AbstractStep):
         return self._watch.path.count("f") if self._watch is not None else 0
 
     def pages(self, level: Bytes, call: Call) -> bool:
-        session, family, allowed = self._session, self._family, self._session._budget.allowed
+        session, family, at, allowed = self._session, self._family, self._dimensions, self._session._budget.allowed
         if session._paging is None or not torch.is_grad_enabled() or hooks_are_off():
             return False
         later, begun = self._watch is not None and len(self._watch.passes) > 1, self._begun
@@ -828,7 +812,7 @@ class _Step(AbstractStep):
             rise = self.recomputing(call) if not later else None
             if later or max(level + (rise.most if rise else 0), self._start + self.update) <= allowed:
                 return False  # or nobody can tell, and the next one like it is
-        elif family.allows(at := self._dimensions, allowed - level) or family.holds(at, begun, allowed - self._start):
+        elif _fits(family.rises, at, allowed - level) or family.holds(at, begun, allowed - self._start):
             return False
         else:
             self._tries = self._may_be_enough
@@ -859,7 +843,7 @@ class _Step(AbstractStep):
             start=self._start,
             gradients=self._gradients,
             budget=session._budget,
-            known=self._named_now,
+            known=lambda: session._named_bytes(self._batch),
             foresight=self,
             measured=partial(self._entered[0].measured, self._key),
             decide=self._decide,
@@ -884,7 +868,7 @@ class _Step(AbstractStep):
     def least(self, call: Call, level: Bytes) -> Bytes | None:
         """None as well for a size that should fit by what smaller and larger ones took."""
         enough = self._session._budget.allowed - level
-        if not self._session._budget.limited or self._family.allows(self._dimensions, enough):
+        if not self._session._budget.limited or _fits(self._family.rises, self._dimensions, enough):
             return None
         if self._session._takes_shards:
             return None  # a sharded model has no copy without content
@@ -901,7 +885,7 @@ class _Step(AbstractStep):
         return rise._replace(sure=rise.sure and self.hears_all, state=self.state, slack=slack)
 
     def floor(self, call: Call, level: Bytes) -> Bytes | None:
-        if self._family.allows_all(self._dimensions, self._session._budget.allowed - level):
+        if _fits(self._family.unhindered, self._dimensions, self._session._budget.allowed - level):
             return 0
         key = self._dimensions, frozenset(call.gradients), self.state
         if not self._dimensions or key not in self._family.floors:
@@ -1279,7 +1263,7 @@ class _Step(AbstractStep):
             )
 
 
-def _say_that_it_fits(rises: Mapping[Shape, Bytes], dimensions: Shape, free: Bytes) -> bool:
+def _fits(rises: Mapping[Shape, Bytes], dimensions: Shape, free: Bytes) -> bool:
     """Whether one of these tells that a step of this size does, if it grows with the square of the size."""
     return any(
         rise * math.prod(max(mine / one, 1) ** 2 for mine, one in zip(dimensions, other, strict=True)) <= free

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -37,13 +38,12 @@ class Calls(Unscripted):
         while self._handles:
             self._handles.pop().remove()
 
-    def abandon(self, close: Callable[[], None], shut: Callable[[], None]) -> None:
-        """The session of the step is gone: `close` closes its engine, and `shut` its interrupts."""
-        try:
+    def abandon(self, *ends: Callable[[], None]) -> None:
+        """The session of the step is gone: these are called, whatever becomes of those before."""
+        with contextlib.ExitStack() as stack:
+            for end in reversed(ends):
+                stack.callback(end)
             self.end()
-            close()
-        finally:
-            shut()
 
     @property
     def found(self) -> list[Called]:

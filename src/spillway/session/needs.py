@@ -273,7 +273,7 @@ def _run(
     for name, parameter in twin.named_parameters():
         parameter.grad = torch.empty_like(parameter) if name in call.gradients else None
     engine.hear_streams(tally.hold)
-    args, kwargs = rebuilt(call.called, _empty)
+    args, kwargs = rebuilt(call.called, lambda one: torch.empty_strided(one.size(), one.stride(), dtype=one.dtype))
     with tally, _random_states(tally.hold):
         goes_on([heard(twin, *args, **kwargs)])
     return tally
@@ -287,7 +287,3 @@ def _descend(out: list[Any]) -> None:
     """From a result that nobody holds."""
     sums = [one.sum().real.float() for one in results_of(out.pop()) if one.requires_grad]
     cast(Any, torch.stack(sums).sum()).backward()
-
-
-def _empty(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)

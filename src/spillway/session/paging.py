@@ -159,21 +159,18 @@ class Paging:
         """Every op of the step is watched from here on.
 
         Args:
-            step: Which has begun.
-            named: What is known by name.
-            signature: Of its batch.
             models: Whose calls a refusal will ask about.
             nameless: Bytes that the step has made until now.
             shut: Called where the step is lost.
             kind: Steps of one kind may have a plan; None for one that is to have none.
-            batch: What the step trains on.
 
         Raises SessionError if a step of another session is running, and BudgetInfeasible if what cannot leave is more
         than the budget.
         """
         engine = self.engine
         self._calls = Calls()
-        abandon = functools.partial(self._calls.abandon, self._abandon, shut)
+        plans = [] if self.plans is None else [self.plans.end]
+        abandon = functools.partial(self._calls.abandon, *plans, engine.close, shut)
         take_turn(engine, step, lambda: (tensor for _, tensor in named()), abandon, alone=not others_open(engine))
         self._running = True
         if self.plans is not None:
@@ -212,14 +209,6 @@ class Paging:
     ) -> BudgetInfeasible:  # fmt: skip
         """A refusal of a paged step, with the budget to ask for; `beside` is what the session has in every step."""
         return smallest_budget(refusal, self.engine, models, optimizers, batch, self._calls.found, beside)
-
-    def _abandon(self) -> None:
-        """Nobody can end the step any more."""
-        try:
-            if self.plans is not None:
-                self.plans.end()
-        finally:
-            self.engine.close()
 
     def close(self) -> None:
         """Everything comes back."""

@@ -199,11 +199,6 @@ class TensorSession(Session):
         self._fits.pop(circumstances, None)
         self._unwatched.pop(circumstances, None)
 
-    def _bring_into_memory(self) -> None:
-        """What an unwatched step left in the spill directory of what is known by name, as far as there is room."""
-        engine = self._engine
-        engine.bring_into_memory(tensor for _, tensor in self._tensors(()))
-
     def _say_that_the_plan_is_of_another_step(self) -> None:
         policy, ops = self._engine.controller.policy, self._engine.ops
         if not isinstance(policy, Planned) or self._told_other or self._engine.following is None:
@@ -217,11 +212,6 @@ class TensorSession(Session):
                 f"and plan that.",
                 stacklevel=6,
             )
-
-    def _conclude(self, report: StepReport, timeline: Timeline | None) -> None:
-        if timeline is not None:
-            self.timeline = self._unwritten = timeline
-        self._finish(report)
 
 
 @final
@@ -246,10 +236,8 @@ class _Step(AbstractStep):
         self._circumstances = circumstances(self._signature, device, session._parts, session._parameters)
         self._began = time.perf_counter()
         named = functools.partial(session._tensors, self._batch)
-        close: Callable[[], None] = engine.close
-        if session._plans is not None:
-            close = functools.partial(_abandon, session._plans, close)
-        abandon = functools.partial(self._calls.abandon, close, self.deferred.shut)
+        plans = [] if session._plans is None else [session._plans.end]
+        abandon = functools.partial(self._calls.abandon, *plans, engine.close, self.deferred.shut)
         take_turn(engine, self, lambda: (tensor for _, tensor in named()), abandon, alone=not others_open(engine))
         if self._circumstances in session._unwatched:
             engine.meet(session._models, session._optimizers, functools.partial(session._tensors, ()))
@@ -295,7 +283,7 @@ class _Step(AbstractStep):
                 if self._taken[1]:
                     session._varying.add(self._circumstances)
                     session._forget_to_fit(self._circumstances)
-                    session._bring_into_memory()
+                    session._engine.bring_into_memory(tensor for _, tensor in session._tensors(()))
             self._engine.end_step()
         except (BudgetInfeasible, SpillFullError) as at_the_end:
             late = at_the_end  # everything is back all the same; what the body raised is what the user has to see
@@ -331,15 +319,14 @@ class _Step(AbstractStep):
             session._forget_to_fit(self._circumstances)
         elif self._signature and not self._varies and self._is_whole():
             session._learn_to_fit(self._circumstances, report)
-        timeline = None
         if engine.history is not None:
             pressure = self._pressure(report)
             timeline = engine.history.stop(len(session.history) if pressure > session._most_pressure else None)
             engine.history = None
             if timeline is not None:
                 session._most_pressure = pressure
-                timeline = replace(timeline, window=self._window)
-        session._conclude(report, timeline)
+                session.timeline = session._unwritten = replace(timeline, window=self._window)
+        session._finish(report)
         session._say_what_ran_eagerly(engine)
         if self._is_whole():  # a first one makes the optimizer's state
             session._say_that_the_plan_is_of_another_step()
@@ -382,14 +369,6 @@ def tensor_header(allowed: Bytes, engine: TensorEngine, *, return_freed: bool) -
     """The first line of a run file."""
     own = {"spill_io": engine.backend.spill_io, "return_freed": return_freed}
     return header(allowed, engine.controller.policy.name, engine.backend.device) | own
-
-
-def _abandon(plans: PlannedSteps | ForeseenSteps, close: Callable[[], None]) -> None:
-    """Nobody can end the step any more: let go, then `close` the engine."""
-    try:
-        plans.end()
-    finally:
-        close()
 
 
 def report_of(

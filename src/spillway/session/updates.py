@@ -58,10 +58,6 @@ class Updates:
         """In this thread."""
         self._begun, self.stepping = True, threading.current_thread()
 
-    def step_ended(self) -> None:
-        """Updates are outside again."""
-        self.stepping = None
-
     def outside(self, optimizer: torch.optim.Optimizer) -> None:
         """It is about to step while this thread is in no step."""
         if self._told or not self._begun:

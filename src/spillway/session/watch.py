@@ -293,8 +293,9 @@ class StepWatch:
         """What the largest block saved so far: while nothing is forecast, the next may need as much."""
         self._marks: list[Mark] = []
         self._stopped: Seconds = 0.0
-        self._gradients: list[Gradient] = []
-        self._watch_gradients(gradients)
+        self._gradients = [*gradients] if trace is not None else []
+        if trace is not None:
+            engine.when_freed.append(trace.freed)
         self._base = base
         self._overcounted: Bytes = 0
         self._begins_with: tuple[Bytes, Call] | None = None
@@ -318,10 +319,12 @@ class StepWatch:
         self._mark("forward", of=len(self.passes))
         resident = self._taken()
         decision, forecast, size, bypassed = self._decide(self._free())
-        missing = set() if self._trace is None else without_gradient(self._engine.model)
+        there = parameters_of(modules_of((self._engine.model,))) if self._trace is not None else []
+        missing = {id(one) for one in there if one.requires_grad and gradient_of(one) is None}
         self.passes.append(Pass(decision, forecast, size, at, resident, missing))
         self._engine.bypassed = bypassed
-        self._engine.actions, self._engine.options = self._action_of, decision.plan.options
+        self._engine.actions = lambda block, call: decision.plan.action(self._engine.begun)
+        self._engine.options = decision.plan.options
         # A plan for copies goes by room alone, and makes that at every seam.
         self._engine.write_behind = UNBOUNDED if decision.plan.comes_in else None
         planned = forecast is not None and decision.plan.holds
@@ -356,11 +359,6 @@ class StepWatch:
         self.path += letter
         self._budget.claim(0)
 
-    def _watch_gradients(self, gradients: Sequence[Gradient]) -> None:
-        if self._trace is not None:
-            self._gradients = [*gradients]
-            self._engine.when_freed.append(self._trace.freed)
-
     @property
     def unmeasured(self) -> bool:
         """Whether this step does what none did that was measured."""
@@ -378,9 +376,6 @@ class StepWatch:
             smallest, exact = max(smallest, level + rise.most), rise.sure
         if not self._foresight.page_from_here():
             self._refuse(level + least, self._engine.begun, smallest, exact=exact)
-
-    def _action_of(self, block: str, call: int) -> Action:
-        return self.passes[-1].decision.plan.action(self._engine.begun) if self.passes else Action.KEEP
 
     def graph_grows(self) -> bool:
         """A backward begins that makes a graph of itself, so that what blocks are recomputed to is held beside what it
@@ -433,7 +428,7 @@ class StepWatch:
     def block_ended(self, number: int) -> None:
         """After the last block comes the turn, whose needs are known as a whole."""
         self._mark("ended", number)
-        self.largest = max(self.largest, self._engine.saved_bytes(number))
+        self.largest = max(self.largest, self._engine.reports[number].saved_bytes)
         if not self.passes:
             return
         now = self.passes[-1]
@@ -787,7 +782,7 @@ class StepWatch:
         return self._start if len(self.passes) == 1 else taken
 
     def _refuse(self, needed: Bytes, number: int, smallest: Bytes, *, exact: bool) -> NoReturn:
-        name = self._engine.unit(number)[0] if number < self._engine.begun else "the step"
+        name = self._engine.reports[number].block if number < self._engine.begun else "the step"
         if "o" not in self.path and (torch.is_grad_enabled() or in_backward()):
             smallest = max(self._start + self._foresight.update, smallest)
         raise self._budget.refusal(needed, name, number, smallest, exact=exact)
@@ -1078,8 +1073,3 @@ class _Measured:
 def in_backward() -> bool:
     """Whether this thread runs what a backward calls, such as an optimizer that a hook steps: more of it is to come."""
     return int(torch._C._current_graph_task_id()) >= 0
-
-
-def without_gradient(model: torch.nn.Module) -> set[int]:
-    """Parameters for which a backward creates one, by id."""
-    return {id(one) for one in parameters_of(modules_of((model,))) if one.requires_grad and gradient_of(one) is None}

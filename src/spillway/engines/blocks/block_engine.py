@@ -370,7 +370,7 @@ class BlockEngine:
     @property
     def running(self) -> bool:
         """Whether a block runs now, for the first time or again."""
-        return not self._runtime.runs_nothing
+        return self._runtime.replay is not None or self._runtime.call is not None
 
     @property
     def begun(self) -> int:
@@ -390,17 +390,9 @@ class BlockEngine:
         """Whose call it was, by its number."""
         return self._modules[self._reports[number].block]
 
-    def saved_bytes(self, number: int) -> Bytes:
-        """What autograd saved in a call, by its number (`CallReport.saved_bytes`)."""
-        return self._reports[number].saved_bytes
-
-    def unit(self, number: int) -> Unit:
-        """Of a call, by its number in the order in which they began."""
-        report = self._reports[number]
-        return report.block, report.call
-
     def call(self, number: int) -> HeldCall:
-        return HeldCall(self._runtime, self._calls[self.unit(number)], self._reports[number])
+        report = self._reports[number]
+        return HeldCall(self._runtime, self._calls[report.block, report.call], report)
 
     @unheard_by_modes
     def revoke(self, block: str, call: int = 0) -> Bytes:
@@ -488,7 +480,8 @@ class BlockEngine:
             self._runtime.homes.open = True
             self._reports, self._calls = [], {}
             self._first = _FirstForwards()
-            self._runtime.begin_step()
+            if runtime.store is not None:
+                runtime.store.begin_step()
             self.forwards += 1
             if self.observer is not None:
                 self.called = without_bytes(args, kwargs)

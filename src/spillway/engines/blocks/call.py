@@ -55,6 +55,7 @@ from spillway.engines.blocks.saved import (
     come_back,
     compress_frozen,
     compress_saved,
+    detached,
     held_alone,
     is_sizeless,
     locate,
@@ -116,11 +117,6 @@ class BlockRuntime:
     def call(self) -> BlockCall | None:
         """The call of a block that this thread is in."""
         return self._local.calls[-1] if self._local.calls else None
-
-    @property
-    def runs_nothing(self) -> bool:
-        """Whether this thread is in no call of a block, and in no second run."""
-        return self.replay is None and self.call is None
 
     @contextlib.contextmanager
     def inside(self, call: BlockCall) -> Iterator[None]:
@@ -198,11 +194,6 @@ class BlockRuntime:
             left -= other.start_in(left)
             if any(source.absent for source in other.waiting()):
                 return  # there is no room for more
-
-    def begin_step(self) -> None:
-        """A forward of the model begins."""
-        if self.store is not None:
-            self.store.begin_step()
 
     def close(self) -> None:
         """Bring back what waits in the spill file, and give that back."""
@@ -475,11 +466,7 @@ class BlockCall:
         return beside + sum(nbytes for key, nbytes in freed.items() if key not in shared)
 
     def send_input(self) -> Bytes:
-        """Let what the second run is called with wait elsewhere after all, where nobody else holds it and other calls
-        have something there; how many bytes begin to leave.
-
-        Of a call that holds nothing but that.
-        """
+        """As `HeldCall.send_input` says."""
         store = self.runtime.store
         if store is None or not self.ended or self.options.waits or self.report.kept_because:
             return 0
@@ -501,7 +488,6 @@ class BlockCall:
         return {one.origin: one.nbytes for one in sent}
 
     def forget_arrivals(self) -> Bytes:
-        """Give up what came before anybody asked for it, and can come again; how many bytes that frees."""
         if self._is_wanted():
             return 0
         ahead = [source for source in self.waiting() if source.ahead]
@@ -766,11 +752,6 @@ def _clear(call: weakref.ref[BlockCall]) -> None:
         living.clear()
 
 
-def detached(tensor: Tensor) -> Tensor:
-    """Without its graph, which a node that saves its own result would hold for ever."""
-    return tensor.detach() if tensor.requires_grad and not tensor.is_leaf else tensor
-
-
 def check_unchanged(call: BlockCall) -> None:
     """Before a second run. Raises RecomputeError if what the first ran on has been written to."""
     if call.frozen is None:
@@ -827,7 +808,7 @@ class Replay:
         """The hook that packs."""
         number, call = self._saved, self._call
         self._saved += 1
-        kept = tensor.detach() if tensor.requires_grad and not tensor.is_leaf else tensor
+        kept = detached(tensor)
         saved = call.saved[number]() if number < len(call.saved) else None
         if saved is not None:
             given = saved.as_first(kept)

@@ -141,21 +141,16 @@ class Compressor:
             None if the storage is to stay as it is.
         """
         if len(self._known) >= self._full:
-            self.forget_dead()
+            for number, one in list(self._known.items()):  # other threads may compress as well
+                if one.source() is None or one.storage.expired():
+                    self._known.pop(number, None)
             self._full = 2 * len(self._known) + FEW
-        key, version = address(tensor), tensor._version
-        known = self._known.get(key)
-        source = known.source() if known is not None else None
-        same = known is not None and not known.storage.expired()
-        same = same and known is not None and (known.version, known.dtype) == (version, tensor.dtype)
-        bits = options.bits if options is not None else None
-        if (
-            same
-            and known is not None
-            and source is not None
-            and (source.exact or (bits is not None and bits <= known.bits))
-        ):
-            return source, 0
+        key, as_now = address(tensor), (tensor._version, tensor.dtype)
+        known, bits = self._known.get(key), options.bits if options is not None else None
+        if known is not None and not known.storage.expired() and (known.version, known.dtype) == as_now:
+            source = known.source()
+            if source is not None and (source.exact or (bits is not None and bits <= known.bits)):
+                return source, 0
         storage = tensor.untyped_storage()
         if tensor.is_meta or storage.nbytes() % tensor.element_size():
             return None
@@ -166,14 +161,8 @@ class Compressor:
             return None
         source = CompressedStorage(*packed)
         weak: Any = StorageWeakRef
-        self._known[key] = _Known(weak(storage), version, tensor.dtype, bits or 0, weakref.ref(source))
+        self._known[key] = _Known(weak(storage), *as_now, bits or 0, weakref.ref(source))
         return source, source.nbytes
-
-    def forget_dead(self) -> None:
-        """Of storages that are gone, or that nobody wants compressed any more."""
-        for key, one in list(self._known.items()):  # other threads may compress as well
-            if one.source() is None or one.storage.expired():
-                self._known.pop(key, None)
 
     def _generator(self, device: torch.device) -> torch.Generator:
         if device not in self._generators:

@@ -22,7 +22,7 @@ root of n layers (Chen et al. 2016, section 3).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, TypeAlias, final
 
@@ -239,7 +239,7 @@ class Cuts:
             plain = runs_children(module, behind_hook=module is self._model)
             each = plain and all([one.module for one in call.inside] == children for call in calls)
             most = _LARGEST * self.everything
-            self._grouped[module] = _Chain(module, calls, self._nbytes, most) if each else None
+            self._grouped[module] = _Chain(module, calls, self._bytes, most) if each else None
         return self._grouped[module]
 
     def _cut(self, chain: _Chain, cap: float, seen: set[nn.Module]) -> list[Unit]:
@@ -282,12 +282,14 @@ class Cuts:
 class _Chain:
     """The children of a `Sequential` that ran one after the other, in each of its calls."""
 
-    def __init__(self, module: nn.Module, calls: Sequence[Called], nbytes: Mapping[int, Bytes], most: float) -> None:
+    def __init__(
+        self, module: nn.Module, calls: Sequence[Called], nbytes: Callable[[Storages], Bytes], most: float
+    ) -> None:
         self.module = module
         self.children = children_of(module)
         self.length = len(self.children)
         self._calls = calls
-        self._nbytes = nbytes
+        self._bytes = nbytes
         self._most = most
         each = list(zip(*(call.inside for call in calls), strict=True))
         self.saved = [max(self._bytes(call.saved) for call in one) for one in each]
@@ -335,9 +337,6 @@ class _Chain:
         if len(places) == 1 and len(alone[child]) == len(self._calls):
             return Unit(module=child, children=None, runs=self.runs(places))
         return Unit(module=self.module, children=places, runs=self.runs(places))
-
-    def _bytes(self, storages: Storages) -> Bytes:
-        return sum(map(self._nbytes.__getitem__, storages))
 
 
 def names_of(model: nn.Module, units: Sequence[Unit]) -> list[str]:

@@ -21,7 +21,7 @@ from spillway.engines.blocks.functorch_hooks import Packing
 from spillway.engines.blocks.groups import Group, group_named
 from spillway.engines.blocks.homes import empty_witness
 from spillway.engines.blocks.iterators import CannotCopyError
-from spillway.engines.blocks.saved import PLAIN
+from spillway.engines.blocks.saved import PLAIN, detached
 from spillway.engines.environment import Environment
 from spillway.engines.tensors.torch_compile import running_compiled
 from spillway.errors import ModelError, NoBlocksError
@@ -148,9 +148,7 @@ class Watch:
             for call in self._inside:
                 call.saved.update(found)
                 self._saved[call.module].update(found)
-        if not self._keeps:
-            return None
-        return tensor.detach() if tensor.requires_grad and not tensor.is_leaf else tensor
+        return detached(tensor) if self._keeps else None
 
 
 def _transformed() -> bool:

@@ -177,7 +177,9 @@ class Seen(cast(Any, TorchDispatchMode)):  # type: ignore[misc]  # torch's class
         given = {address(part) for tensor in _tensors((args, kwargs)) for part in _parts(tensor)}
         given |= {one._cdata for one in tree_leaves((args, kwargs)) if isinstance(one, torch.UntypedStorage)}
         result = func(*args, **kwargs)
-        for tensor in _tensors(result) if _is_of_torch(func) else _returned_alone(result):
+        # An op of torch's returns what it was given or what it made.
+        ours = isinstance(func, torch._ops.OpOverload) and func.namespace in ("aten", "prim", "prims")
+        for tensor in _tensors(result) if ours else _returned_alone(result):
             for part in _parts(tensor):
                 if address(part) not in given:
                     storage = part.untyped_storage()
@@ -250,11 +252,6 @@ class Seen(cast(Any, TorchDispatchMode)):  # type: ignore[misc]  # torch's class
             place.put_back(tensor)
         for tensor, version in reversed(self._versions):
             torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
-
-
-def _is_of_torch(func: Any) -> bool:
-    """Whether it returns what it was given or what it made."""
-    return isinstance(func, torch._ops.OpOverload) and func.namespace in ("aten", "prim", "prims")
 
 
 def _returned_alone(result: Any) -> list[Tensor]:

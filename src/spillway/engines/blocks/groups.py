@@ -37,13 +37,6 @@ class Group:
     module: nn.Sequential
     """Runs them, and is no part of the model."""
 
-    @classmethod
-    def of(cls, sequential: nn.Sequential, first: int, last: int) -> Group:
-        """From one place to another."""
-        module = nn.Sequential()
-        module._modules.update(list(sequential._modules.items())[first : last + 1])  # nobody is told of a new child
-        return cls(sequential=sequential, first=first, last=last, module=module)
-
 
 def group_name(name: str, sequential: nn.Module, first: int, last: int) -> str:
     """How a group of the children of the `Sequential` of this name is called: "features.0-4" is five of them."""
@@ -69,7 +62,9 @@ def group_named(model: nn.Module, name: str) -> Group | None:
                 f"{name!r} cannot be a block: the forward of {above or type(sequential).__name__} is not that of "
                 f"torch.nn.Sequential; name modules instead, such as {(above and above + '.') + own[:at]!r}."
             )
-        return Group.of(sequential, first, last)
+        module = nn.Sequential()
+        module._modules.update(list(sequential._modules.items())[first : last + 1])  # nobody is told of a new child
+        return Group(sequential=sequential, first=first, last=last, module=module)
     return None
 
 

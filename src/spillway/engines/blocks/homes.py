@@ -198,7 +198,7 @@ class Homes:
 
     def of(self, storage: torch.UntypedStorage) -> Home:
         """The home that is this storage."""
-        home = self.known(storage._cdata)
+        home = self._known.get(storage._cdata)
         if home is None:
             home = self._known[storage._cdata] = Home(storage)
         self._young.pop(storage._cdata, None)
@@ -207,10 +207,6 @@ class Homes:
     def knows(self, key: int) -> bool:
         """Whether there may be one of this address."""
         return key in cast(Any, self._known).data  # asked in a fourth of the time
-
-    def known(self, key: int) -> Home | None:
-        """By the address of its storage."""
-        return self._known.get(key)
 
     def begin(self) -> None:
         """A forward begins: what nobody has asked for since the one before nobody will."""
@@ -266,7 +262,7 @@ class Homes:
         storage = thing if isinstance(thing, torch.UntypedStorage) else counted_storage(thing)
         if storage.device.type == "meta":
             return
-        home = self.known(storage._cdata)
+        home = self._known.get(storage._cdata)
         if home is None:
             home = self._known[storage._cdata] = self._young[storage._cdata] = Home(storage)
         self.notes += 1
@@ -293,10 +289,10 @@ def _gone(reference: weakref.ref[Homes]) -> None:
         NOTING.remove(reference)
 
 
-def _tell(tensor: Tensor | torch.UntypedStorage, alias: Tensor) -> None:
+def _tell(thing: Tensor | torch.UntypedStorage, alias: Tensor | None, name: str = "") -> None:
     for reference in tuple(NOTING):
         if (homes := reference()) is not None:
-            homes.noticed(tensor, alias=alias)
+            homes.noticed(thing, name, alias)
 
 
 def _install() -> None:
@@ -339,9 +335,7 @@ class _Data(property):
 def _telling(original: Any) -> Any:
     @functools.wraps(original)
     def method(storage: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
-        for reference in tuple(NOTING):
-            if (homes := reference()) is not None:
-                homes.noticed(storage, original.__name__)
+        _tell(storage, None, original.__name__)
         return original(storage, *args, **kwargs)
 
     return method

@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from spillway.engines.blocks.attributes import Attribute, Attributes
 from spillway.engines.blocks.attributes import Seen as SeenAttributes
 from spillway.engines.blocks.fingerprints import Fingerprint, Seen, fingerprint
-from spillway.engines.blocks.reach import Copies, Reach, hooks_of, put_hooks, reach_of, version_of
+from spillway.engines.blocks.reach import Copies, Reach, hooks_of, is_plain, put_hooks, reach_of, version_of
 from spillway.engines.tensors.twins import TENSOR_HOOKS
 from spillway.internals.private import storage_address as address
 from spillway.units import Bytes
@@ -153,7 +153,7 @@ class ModuleState:
         snapshot.copied = copied
         if not self._kept and (self._unseen or self._looks < LOOKS):
             seen: Seen = {}
-            plain = (((module, name), one) for one, _, name, module in parameters if _is_plain(one))
+            plain = (((module, name), one) for one, _, name, module in parameters if is_plain(one, _PLAIN))
             due = (entry for entry in plain if self._looks < LOOKS or entry[0] in self._unseen)
             snapshot.prints = [(attribute, one, fingerprint(one, seen)) for attribute, one in due]
         return snapshot
@@ -338,10 +338,6 @@ def _replaced(snapshot: Snapshot) -> list[tuple[Tensor, int, str, nn.Module]]:
         if now is not parameter and type(parameter) in _PLAIN and type(now) in _PLAIN:
             found.append(entry)
     return found
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    return type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_meta
 
 
 def _leaf(tensor: Tensor) -> Any:

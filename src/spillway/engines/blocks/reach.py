@@ -165,11 +165,8 @@ class Reach:
 
     def changed(self) -> bool:
         """Whether anything is not what it was."""
-        return any(not entry.same(entry.was, entry.read()) for entry in self._entries) or self.written()
-
-    def written(self) -> bool:
-        """Whether bytes of a tensor are not what they were."""
-        return any(not torch.equal(bytes_over(tensor.untyped_storage()), was) for tensor, was in self._bytes)
+        written = (not torch.equal(bytes_over(tensor.untyped_storage()), was) for tensor, was in self._bytes)
+        return any(not entry.same(entry.was, entry.read()) for entry in self._entries) or any(written)
 
     def drop_bytes(self) -> None:
         """Forget the bytes of tensors, which have not changed."""
@@ -259,8 +256,9 @@ class Reach:
             self._next.extend(thing.values())
         elif isinstance(thing, type):
             self._visit_class(thing)
-        elif isinstance(thing, types.ModuleType):
-            self._visit_module(thing)
+        elif isinstance(thing, types.ModuleType):  # that something holds: nobody knows which of its names are used
+            if package(thing.__name__) not in LIBRARIES and not is_installed(thing.__name__):
+                self._note_globals(vars(thing), [name for name in vars(thing) if not name.startswith("__")])
         elif (
             isinstance(thing, nn.Module)
             or kind is types.SimpleNamespace
@@ -335,11 +333,6 @@ class Reach:
         self._note(functools.partial(_class_values, kind), functools.partial(_put_class_values, kind))
         self._next.extend((*vars(kind).values(), *kind.__bases__, type(kind)))
 
-    def _visit_module(self, module: types.ModuleType) -> None:
-        """One that something holds: nobody knows which of its names are used."""
-        if package(module.__name__) not in LIBRARIES and not is_installed(module.__name__):
-            self._note_globals(vars(module), tuple(name for name in vars(module) if not name.startswith("__")))
-
     def _visit_function(self, function: types.FunctionType) -> None:
         if package(function.__module__ or "") in FOREIGN:
             return
@@ -397,20 +390,21 @@ class Reach:
         if is_leaf(tensor) and not (self._lasting and id(tensor) in self._fixed):
             # Of parameters no longer than for one run: a place holds the storage.
             kinds = PLAIN if self._lasting else (*PLAIN, nn.Parameter)
-            if _is_plain(tensor, kinds) and (place := Place.of(tensor)) is not None:
+            if is_plain(tensor, kinds) and (place := Place.of(tensor)) is not None:
                 there = functools.partial(Place.of, tensor)
                 self._entries.append(_Entry(there, place, lambda was: was.put_back(tensor), operator.eq))
             self._note(functools.partial(_of_leaf, tensor), functools.partial(_put_leaf, tensor))
             for name in TENSOR_HOOKS:
                 read, write = functools.partial(hooks_of, tensor, name), functools.partial(put_hooks, tensor, name)
-                self._entries.append(_Entry(read, read(), write, _same_hooks))
+                # Not `_same`: what hooks reach is not followed, whoever writes them down again.
+                self._entries.append(_Entry(read, read(), write, lambda was, now: _same(was, now)))
         if not self._with_bytes or id(tensor) in self._fixed:
             return
         if isinstance(tensor, nn.Parameter):
             if not tensor.is_inference():
                 self._parameters.append((tensor, tensor._version))
             return
-        if not _is_plain(tensor):
+        if not is_plain(tensor):
             return
         nbytes = tensor.untyped_storage().nbytes()
         if nbytes <= self._room:
@@ -455,7 +449,8 @@ def version_of(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _is_plain(tensor: Tensor, kinds: tuple[type, ...] = PLAIN) -> bool:
+def is_plain(tensor: Tensor, kinds: tuple[type, ...] = PLAIN) -> bool:
+    """Of one of these classes, with bytes of its own."""
     strided = type(tensor) in kinds and tensor.layout is torch.strided
     return strided and torch._C._has_storage(tensor) and not tensor.is_meta
 
@@ -473,11 +468,6 @@ def _same(was: Any, now: Any) -> bool:
     if isinstance(was, _Items):
         return len(was) == len(now) and all(map(_is, was, now))
     return _is(was, now)
-
-
-def _same_hooks(was: Any, now: Any) -> bool:
-    """As others, but what hooks reach is not followed, whoever writes them down again."""
-    return _same(was, now)
 
 
 def _same_state(was: Any, now: Any) -> bool:

@@ -155,6 +155,11 @@ def is_ragged(tensor: Tensor) -> bool:
     return tensor.is_nested and tensor.layout is torch.jagged
 
 
+def detached(tensor: Tensor) -> Tensor:
+    """Without its graph, which a node that saves its own result would hold for ever."""
+    return tensor.detach() if tensor.requires_grad and not tensor.is_leaf else tensor
+
+
 def is_sizeless(tensor: Tensor) -> bool:
     """Whether it is a nested tensor of the strided layout, which has no shape."""
     return tensor.is_nested and tensor.layout is torch.strided

@@ -103,10 +103,6 @@ class AbstractTrace(ABC):
         """The same as `stop`, and the trace goes on."""
 
     @abstractmethod
-    def at_peak(self) -> Held | None:
-        """After `stop`; None where nobody knows."""
-
-    @abstractmethod
     def stop(self) -> list[Window]:
         """From each mark to the next one, from the last to now; empty if somebody else ended the trace. Nothing is
         traced any more; calling it again gives the same."""
@@ -141,12 +137,12 @@ class AllocationTrace(AbstractTrace):
     def possible() -> bool:
         """Whether nobody else has the profiler, or is about to have it: a schedule that warms up, or waits, loses its
         own if another one begins."""
-        return not _profiler._profiler_enabled() and not _others_profile() and not _tracing
+        others = _python_profiler._is_profiler_enabled or "ProfilerStep" in KinetoStepTracker._step_dict
+        return not (_profiler._profiler_enabled() or others or _tracing)
 
     def mark(self) -> None:
-        if (
-            self._wanted.is_set() and not self._lost and torch._C._current_graph_task_id() < 0
-        ):  # within a backward it would not end
+        # Within a backward it would not end.
+        if self._wanted.is_set() and not self._lost and torch._C._current_graph_task_id() < 0:
             self._lose()
         self._marks.append(time.time_ns())  # the clock of the profiler's events
 
@@ -172,6 +168,7 @@ class AllocationTrace(AbstractTrace):
         return [] if self._lost else _windows(self._memory, self._marks, self._known)
 
     def at_peak(self) -> Held | None:
+        """After `stop`; None where nobody knows."""
         return None if self._lost or not self._marks else _at_peak(self._memory, self._marks[0], self._known)
 
     def allocated(self, address: int, before: int) -> int | None:
@@ -282,11 +279,6 @@ def _give_way(lose: Callable[[], None] | None) -> None:
     cast(Any, autograd_profile)._prepare_trace = prepare
 
 
-def _others_profile() -> bool:
-    """Whether a profiler of torch is open in any thread, in whatever part of its schedule."""
-    return _python_profiler._is_profiler_enabled or "ProfilerStep" in KinetoStepTracker._step_dict
-
-
 @contextmanager
 def _silence() -> Iterator[None]:
     """The library below the profiler says when it starts and stops, on standard error."""
@@ -324,9 +316,6 @@ class AbstractCounter(AbstractTrace):
 
     def freed(self, at: int, address: int, nbytes: Bytes) -> None:
         """The allocator knows."""
-
-    def at_peak(self) -> Held | None:
-        return None
 
     def so_far(self) -> list[Window]:
         self._look()
