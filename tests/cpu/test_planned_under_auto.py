@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Iterator
+from itertools import count
 from typing import Any
 from unittest.mock import Mock
 
@@ -29,7 +31,8 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planned after few steps, and whatever these took."""
     monkeypatch.setattr(planned_steps, "OFTEN", OFTEN)
     monkeypatch.setattr(planned_steps, "COMPARED", COMPARED)
-    monkeypatch.setattr(planned_steps, "median", lambda seconds: 0.0)
+    turns = count()  # the planned steps take less than those before
+    monkeypatch.setattr(planned_steps, "median", lambda seconds: next(turns))
 
 
 class Chain:
@@ -111,7 +114,7 @@ def test_steps_that_come_back_follow_a_plan_to_the_same_bits_within_the_budget(c
 
 
 def test_a_plan_that_is_no_faster_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = iter([2.0, 1.0])  # the planned steps, and those before
+    answers = iter([1.0, 1.0])  # the planned steps, and those before
     monkeypatch.setattr(planned_steps, "median", lambda seconds: next(answers))
     rows, training = [LARGE] * 12, Training()
     plain = trained(Training(), rows, None)
@@ -199,6 +202,30 @@ def test_a_step_that_fails_while_it_is_recorded_or_followed_leaves_everything_ri
                 assert training.step(x) == loss
     assert training.state() == plain.state()
     assert followed(memory) >= COMPARED
+
+
+@pytest.mark.parametrize("at", ["recorded", "followed"])
+def test_what_fails_again_and_again_is_left_and_nothing_of_it_is_held(at: str) -> None:
+    plain, training = Training(), Training()
+    batches = []
+    with managed(training, BUDGET) as memory:
+        plans = trained(training, [LARGE] * (OFTEN + 1 if at == "recorded" else OFTEN + 4), memory) and plans_of(memory)
+        for left in (False, True):
+            x = training.batch(LARGE)
+            batches.append(weakref.ref(x))
+            with pytest.raises(_Failure):
+                _fail(training, x, memory)
+            (known,) = [one for one in plans._kinds.values() if one.seen >= OFTEN]
+            assert (known.left, plans._recorder) == (left, None)
+            del x
+        assert [one() for one in batches] == [None, None]
+        last = trained(training, [LARGE] * 2, memory)
+        assert (known.planned, known.recordings) == (None, int(at == "followed"))
+    trained(plain, [LARGE] * (OFTEN + 1 if at == "recorded" else OFTEN + 4), None)
+    for _ in batches:
+        with pytest.raises(_Failure):
+            _fail(plain, plain.batch(LARGE), None)
+    assert last == trained(plain, [LARGE] * 2, None)
 
 
 def _fail(training: Training, x: Tensor, memory: Any) -> None:

@@ -126,7 +126,7 @@ def changed(path: Path, **changes: Any) -> None:
     ("changes", "said"),
     [
         ({"format": "spillway run"}, "this is no 'spillway device' file"),
-        ({"version": 1}, "it is of version 1, and this Spillway reads 5"),
+        ({"version": 1}, "it is of version 1, and this Spillway reads 6"),
         ({"device": []}, "[] is no device"),
         ({"memory": 1.5}, "memory of the device is 1.5, not a whole number from 0"),
         ({"memory": True}, "memory of the device is True, not a whole number"),

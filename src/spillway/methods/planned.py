@@ -218,16 +218,16 @@ class Planned(AbstractPolicy):
 
 @final
 class SelfPlanned(AbstractPolicy):
-    """Follows what a planner made of the step that is about to run; where nothing was made yet, and in a step that
-    turns out to be another, it moves the stalest storages.
+    """Follows what a planner made of the step that is about to run; where nothing was made yet `otherwise` makes room.
+    Without one, and in a step that is recorded or turns out to be another, the stalest storages are moved.
 
     Nothing is dropped while a step is recorded: a drop holds its leaves alive, and the record would tell of lives that
     are not its own.
 
     Arguments:
         planner: What a session shows the steps that it has recorded. Its name is the name of this.
-        otherwise: What decides in steps that are neither planned nor recorded, and lends this its name: the planner is
-            asked only about steps that have come back often. None to plan as soon as may be, and to move until then.
+        otherwise: What makes room in steps that are neither planned nor recorded, and lends this its name: the planner
+            is asked only about steps that have come back often. None to plan as soon as may be, and to move until then.
         often: After how many steps of a kind one is recorded.
     """
 
@@ -244,6 +244,11 @@ class SelfPlanned(AbstractPolicy):
         """What the step that runs follows."""
         self.recorded = False
         """Whether the step that runs is written down."""
+
+    @property
+    def asked(self) -> bool:
+        """Whether the user named the planner, and not `auto`."""
+        return self.otherwise is None
 
     def relieve(self, view: MemoryView, needed: Bytes) -> Generator[Proposal, bool, None]:
         if self.otherwise is not None and self.planned is None and not self.recorded:

@@ -183,7 +183,7 @@ class Modules:
     def _enter(self, module: torch.nn.Module, args: Any) -> None:
         if id(module) not in self._names:
             self._learn(module)
-        self._running.append(self._names[id(module)])
+        self._running.append(self._names.get(id(module), ""))  # who names its modules itself may leave itself out
         self._note()
 
     def _leave(self, module: torch.nn.Module, args: Any, result: Any) -> None:

@@ -295,6 +295,8 @@ class BlockSession(Session):
         self._families.clear()
         if self._paging is not None:
             self._paging.forget_all()
+            if self._paging.plans is not None:
+                self._paging.plans.forget()
         self._open_or_find()
 
     @functools.cached_property
@@ -1025,6 +1027,8 @@ class _Step(AbstractStep):
 
     def forget(self) -> None:
         super().forget()
+        if self._session._paging is not None and self._session._paging.plans is not None:
+            self._session._paging.plans.over()
         self._watch = self._forwards = self._trace = None
         self._asked, self._gradients = [], []
 

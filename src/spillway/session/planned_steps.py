@@ -1,4 +1,5 @@
-"""Which steps of a session are recorded, planned and followed, where its method is a planner (`docs/methods.md`)."""
+"""Which steps of a session are recorded, planned and followed, where its method is a planner or `auto` watches op by op
+(`docs/methods.md`)."""
 
 from __future__ import annotations
 
@@ -40,6 +41,8 @@ REMEMBERED: Final = 4096
 """Kinds of which anything is known at most; beyond, those without a plan are forgotten."""
 COMPARED: Final = 8
 """Planned steps after which it is seen whether they are faster than as many before them."""
+FAILED: Final = 2
+"""Steps in a row that went wrong when recorded or as planned, after which nobody plans for their kind under `auto`."""
 _LARGE: Final[Bytes] = 64 * MiB
 """Of a copy whose bytes are nearly all that it takes time for."""
 
@@ -50,7 +53,7 @@ class _Known:
     """What is known about steps of one kind."""
 
     seen: int = 0
-    """Steps without a plan, of which one is to be made."""
+    """Steps without a plan, of which one is to be made; under `auto` those that were short of room."""
     recordings: int = 0
     planned: Planned | None = None
     followed: int = 0
@@ -59,6 +62,8 @@ class _Known:
     """What the latest steps without a plan took."""
     since: list[Seconds] = field(default_factory=list)
     """What the first ones took that were as planned."""
+    failed: int = 0
+    """Steps in a row that went wrong when recorded or as planned."""
     left: bool = False
     """Whether they are left to moving what is stale."""
 
@@ -103,28 +108,37 @@ class PlannedSteps:
         self._optimizers = optimizers
         self._kinds: dict[Hashable, _Known] = {}
         self._now = _Known()
+        self._slower = 0
+        """Plans in a row that proved slower, under `auto`."""
         self._recorder: Recorder | None = None
+        self._allowed: Bytes = 0
+        """In the step that is recorded, with what is reserved there."""
+        self._tried = False
+        """Whether a step is recorded or as planned, and has not concluded."""
         self._open = ExitStack()
 
     def forget(self) -> None:
         """All plans, between steps: the budget is another. Each kind of step is recorded anew; under `auto` once that
         is short of room often there too."""
-        asked = self._policy.otherwise is None
-        self._kinds = {kind: _Known(seen=known.seen) for kind, known in self._kinds.items() if asked}
+        kinds = self._kinds.items() if self._policy.asked else ()
+        self._kinds = {kind: _Known(seen=known.seen) for kind, known in kinds}
+        self._slower = 0
 
     def begin(self, kind: Hashable | None, batch: Any) -> None:
         """Before the engine begins a step of that kind; of None nothing is planned."""
+        self.over()
         if len(self._kinds) > REMEMBERED:
             self._kinds = {kind: known for kind, known in self._kinds.items() if known.planned is not None}
         self._now = now = _Known(left=True) if kind is None else self._kinds.setdefault(kind, _Known())
         self._policy.planned = now.planned
-        self._recorder = None
+        self._tried = now.planned is not None
         if now.planned is None and not now.left and self._engine.budget.limited and self._wanted(now):
-            self._policy.recorded = True
+            self._tried = True
             named = partial(named_tensors, self._models, self._optimizers, batch)
             # What an op takes is its own, and not what is copied meanwhile.
             self._recorder = Recorder(self._models, named, StoppedClock(lambda: self._engine.log.transfers))
             self._open.callback(self._let_go)
+            self._policy.recorded = True
             self._open.enter_context(self._recorder.writing_within())
             self._engine.recorded = partial(self._around, self._recorder)
 
@@ -136,11 +150,12 @@ class PlannedSteps:
         """Of a step that nothing went wrong in, and that took so long: make a plan if it was recorded, and see whether
         it was as planned."""
         now, recorder, engine, why = self._now, self._recorder, self._engine, ""
-        counters, self._recorder = engine.controller.counters, None
-        asked = self._policy.otherwise is None
+        counters, asked = engine.controller.counters, self._policy.asked
+        self._recorder, self._tried, now.failed = None, False, 0
         if recorder is None and now.planned is None:
-            now.before.append(seconds)
-            now.seen += asked or bool(counters.moves or counters.drops)
+            if asked or counters.moves or counters.drops:  # else it was not short of room
+                now.before.append(seconds)
+                now.seen += 1
         elif recorder is not None:
             now.recordings += 1
             try:
@@ -153,10 +168,12 @@ class PlannedSteps:
             now.followed += 1
             if not asked and now.followed <= COMPARED:
                 now.since.append(seconds)
-                if now.followed == COMPARED and median(now.since) > median(now.before):
-                    now.planned, now.left = None, True
+                if now.followed == COMPARED and median(now.since) >= median(now.before):
+                    now.planned, now.left, self._slower = None, True, self._slower + 1
+                elif now.followed == COMPARED:
+                    self._slower = 0
         elif now.planned is not None:
-            if now.followed >= SERVED:
+            if asked and now.followed >= SERVED:
                 now.recordings = 0
             now.planned, now.followed = None, 0
             if now.recordings >= MOST_RECORDINGS:
@@ -170,6 +187,16 @@ class PlannedSteps:
                 stacklevel=6,
             )
 
+    def over(self) -> None:
+        """Nobody asks the step anything any more. One that did not conclude leaves nothing of the user's here: neither
+        its batch nor, in what it raised, its frames."""
+        if self._tried and not self._policy.asked:
+            now = self._now
+            now.failed += 1
+            if now.failed >= FAILED:
+                now.planned, now.left = None, True
+        self._recorder, self._tried = None, False
+
     @property
     def window(self) -> tuple[WindowAt, ...]:
         """What the window did that planned the step which has ended; empty if none did, or it was another step."""
@@ -179,14 +206,16 @@ class PlannedSteps:
         return planned.plan.window
 
     def _wanted(self, now: _Known) -> bool:
-        """Whether there were steps enough to record one."""
-        planned = sum(known.planned is not None for known in self._kinds.values())
-        return now.seen >= self._policy.often and (self._policy.otherwise is None or planned < PLANS)
+        """Whether there were steps enough to record one; under `auto` also whether another plan is worth its making."""
+        if self._policy.asked or now.seen < self._policy.often:
+            return now.seen >= self._policy.often
+        return self._slower < PLANS and sum(known.planned is not None for known in self._kinds.values()) < PLANS
 
     def _let_go(self) -> None:
         self._engine.recorded, self._policy.recorded = None, False
 
     def _around(self, recorder: Recorder, inner: Around | None) -> Around:
+        self._allowed = self._engine.budget.allowed
         present = [(storage, self._engine.left_over(storage)) for storage in self._engine.present()]
         return recorder.around(inner, present, self._engine.newer_than)
 
@@ -196,7 +225,7 @@ class PlannedSteps:
         engine, planner = self._engine, self._policy.planner
         if recorder.failure is not None:
             raise SpillwayError(f"It could not be recorded ({recorder.failure}).")
-        step, allowed = recorder.finish(), engine.budget.allowed
+        step, allowed = recorder.finish(), self._allowed
         problem = Problem(step=step, allowed=allowed, device=device_here(engine, step.ops))
         staying = sum(storage.nbytes for storage in engine.present() if storage.escaped)
         try:

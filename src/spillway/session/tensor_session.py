@@ -172,7 +172,7 @@ class TensorSession(Session):
         controller = self._engine.controller
         policy, most = controller.policy, controller.budget.allowed
         start, growth = self._fits.get(circumstances, (0, most + 1))
-        every = policy.follows and not (isinstance(policy, SelfPlanned) and policy.otherwise is not None)
+        every = policy.follows and not (isinstance(policy, SelfPlanned) and not policy.asked)
         if self._keep_timeline or controller.away or every:
             return False
         return max(self._engine.resident, start) + growth <= most
@@ -332,6 +332,11 @@ class _Step(AbstractStep):
             session._say_that_the_plan_is_of_another_step()
         if session._plans is not None:
             session._plans.conclude(seconds)
+
+    def forget(self) -> None:
+        super().forget()
+        if isinstance(self._session._plans, PlannedSteps):
+            self._session._plans.over()
 
     @property
     def _window(self) -> tuple[WindowAt, ...]:

@@ -25,6 +25,7 @@ from spillway.internals.private import storage_of
 from spillway.internals.process_memory import HeldHeap, Reclaimer, ResidentSet
 from spillway.memory.budget import UNLIMITED
 from spillway.memory.controller import Controller
+from spillway.methods.planned import SelfPlanned
 from spillway.native.arena import ABOVE, BEYOND, COUNTED, LOCAL, MOST, NONE, OF_ENGINE, PEAK, Arena, OpMemory
 from spillway.tiers.disk import DiskTier
 from spillway.tiers.spill_file import SpillIO
@@ -100,7 +101,8 @@ class CpuBackend(AbstractBackend):
         """Threads that copy are there before memory is short."""
         self._engine, self._controller = engine, engine.controller
         copies_beside = engine.foresees or (engine.controller.policy.follows and engine.budget.limited)
-        self._measures_link = copies_beside
+        policy = engine.controller.policy  # who plans seldom has the link measured when a plan is made
+        self._measures_link = copies_beside and not (isinstance(policy, SelfPlanned) and not policy.asked)
         self._machine.budget = engine.budget
         if self._arena is not None and engine.budget.limited:
             self._op_memory = self._machine.op_memory = OpMemory(self.tier.directory, _asking(engine))

@@ -13,8 +13,8 @@ NOTE [From a choice to a plan]
     counted number of times.
 
 A step without blocks, and a budget under which no choice fits, are left to planners that look at single values. They
-are asked as well where recomputing every block does not fit, and the faster plan is taken. A session does not: it has
-such a step watched op by op under `lru`, so that its plan is told with a remark.
+are asked as well where recomputing every block does not fit, and the faster plan is taken. A session has such a step
+watched op by op, under `lru` until it has come back often, so that its plan is told with a remark.
 """
 
 from __future__ import annotations
